@@ -253,7 +253,7 @@ CONFIGS = [
     ({"layer_types": ["sliding_attention"]}, r"\['sliding_attention'\] .*sliding_window None"),
     ({"use_sliding_window": True, "sliding_window": 6}, r"layer_types \[\].*sliding_window 6"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 10.0}}}, "by kind of layer"),
-    ({"speculators_model_type": "dflash"}, "speculators_model_type 'dflash'.*known: "),
+    ({"speculators_model_type": "peagle"}, "speculators_model_type 'peagle'.*known: "),
 ]
 AT = "midlayer.self_attn"
 FEWER = f"embedding has {VOCAB - 1} tokens, the target has {VOCAB}"

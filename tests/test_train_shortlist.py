@@ -11,7 +11,8 @@ import torch
 from cases import before, refuses
 from checkpoints import LLAMA, configure, eagle1, save, write
 from features import causal
-from quickbeam.drafters.block_model import BlockConfig, BlockNetwork
+from quickbeam.drafters.block_config import BlockConfig
+from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import RouterConfig

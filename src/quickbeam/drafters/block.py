@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.block_model import BlockNetwork
@@ -32,9 +33,9 @@ from quickbeam.drafters.native import (
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import Batch, Chain, Model, inference
 from quickbeam.models.checkpoint import ModelConfig
-from quickbeam.models.compiled import NativeLinear, kv_shapes
+from quickbeam.models.compiled import NativeLinear, ScaledEmbedding, kv_shapes
 from quickbeam.models.families import FAMILIES
-from quickbeam.models.families.reading import Config
+from quickbeam.models.families.reading import AROUND, Config, layer_of
 from quickbeam.models.gathered import GatheredStep, UncommittedTokens, uncommitted
 from quickbeam.models.kv import SequenceCache
 from quickbeam.models.native.library import Kernels
@@ -43,7 +44,7 @@ from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8, Packed
 from quickbeam.models.native_model import list_rows
 from quickbeam.models.pages import PagePool
-from quickbeam.models.stack import Layer, Linear, Tensor
+from quickbeam.models.stack import FeedForward, Layer, Linear, Tensor
 from quickbeam.tree import TokenTree
 
 WITHIN = 10.0  # by how much a candidate's logit may be below that of the likeliest token
@@ -54,7 +55,9 @@ class TorchBlocks(TorchPasses):
 
     def __init__(self, network: BlockNetwork, model: Model) -> None:
         config = network.config
-        super().__init__(network, [config.attention(i) for i in range(config.depth)], model)
+        layers = [config.attention(i) for i in range(config.depth)]
+        super().__init__(network, layers, model, 1.0 if config.gemma else None)
+        self._markov = network.markov()
         # by a row, of the rows of its block; less in causal layers
         self._visible = np.ones((config.block_size, config.block_size), np.bool_)
 
@@ -102,31 +105,38 @@ class TorchBlocks(TorchPasses):
         `places`: the depth of each, and its token.
         """
         depths, tokens = torch.tensor(places, device=state.scores.device).unbind(-1)
-        before = self.network.before(tokens)
-        after = self.network.after(state.tokens)
+        ids = tokens, state.tokens
+        before, after = (F.embedding(*one).float() for one in zip(ids, self._markov, strict=True))
+        if state.gates is not None:
+            before = before * state.gates.index_select(0, depths)
         return torch.addmm(state.scores.index_select(0, depths), before, after.T)
 
 
 class NativeBlocks:
-    """A `BlockNetwork` in the native kernels, whose layers are Qwen3's. It packs their weights.
+    """A `BlockNetwork` in the native kernels, whose layers are Qwen3's or Gemma 4's. It packs their
+    weights.
 
     `name`: as of `NativePacker`.
     """
 
     def __init__(self, network: BlockNetwork, kernels: Kernels, name: str | None) -> None:
         self.config, self._head = network.config, network.head
-        self._pack, self._markov = NativePacker(kernels, name), network.markov
+        self._pack, self._markov = NativePacker(kernels, name), network.markov()
         fields = {"rope_parameters": rope_parameters(self.config.rope), "attention_bias": False}
         config: Any = ModelConfig(self.config.record() | fields | {"hidden_act": "silu"})
-        described = FAMILIES["qwen3"](Config(config, torch.bfloat16))
+        reading = Config(config, torch.bfloat16)
+        described = FAMILIES["qwen3"](reading)
         layers = list[Layer]()
         for i, layer in enumerate(described.layers):
             assert layer.attention is not None
             window, causal = self.config.attention(i)
             attention = replace(layer.attention, window=window, bidirectional=not causal)
             layers.append(replace(layer, attention=attention))
+            if self.config.gemma:
+                layers[i] = self._of_gemma(reading, layers[i], i)
         head = Linear((Tensor("model.fc.weight"),))
-        stack = replace(described, layers=tuple(layers), head=head)
+        scale = self.config.embedding_scale
+        stack = replace(described, layers=tuple(layers), head=head, scale=scale)
         own = {f"model.{name}": one for name, one in network.state_dict().items()}
         finite = all(bool(one.isfinite().all()) for one in own.values())
         given = own | {stack.embedding: network.embedding.weight.detach()}
@@ -181,20 +191,33 @@ class NativeBlocks:
             self._pack.kernels.follow(at + depth * step, count, names, row, after, rank, to)
         return logits
 
+    def _of_gemma(self, c: Config, layer: Layer, i: int) -> Layer:
+        """Return one of Gemma 4's layers for one of Qwen3's."""
+        attention, fed = layer.attention, layer.feed_forward
+        assert attention is not None and isinstance(fed, FeedForward)
+        keys = self.config.values_are_keys
+        qkv = Linear(attention.qkv.weights[:2]) if keys else attention.qkv
+        how: dict[str, Any] = {"value_norm": True, "values_are_keys": keys, "qkv": qkv}
+        attention = replace(attention, scaling=1.0, **how)
+        fed, scalar = replace(fed, activation="gelu_tanh"), f"model.layers.{i}.layer_scalar"
+        return layer_of(c, i, attention, fed, AROUND, scalar=scalar)
+
     def _make_reading(self, network: BlockNetwork, fc: Packed) -> Program:
         """Return the program that reads committed tokens: keys and values of each layer."""
         program, epsilon = Program(self._pack.kernels), self.config.eps
         fused, normed = program.buffer(fc.outputs, True), program.buffer(fc.outputs)
         program.linear(fc, program.given("states", fc.inputs), fused)
         program.norm(fused, normed, network.hidden_norm.weight, epsilon)
+        how = {"value_norm": self.config.gemma, "values_are_keys": self.config.values_are_keys}
         layers: Any = zip(network.layers, self.pool.shapes, self.pool.offsets, strict=True)
         for layer, shape, offset in layers:
             of = layer.self_attn
-            packed = self._pack(of["k_proj"].weight, of["v_proj"].weight)
+            both_of = [of[name].weight for name in ("k_proj", "v_proj") if name in of]
+            packed = self._pack(*both_of)
             both, none = program.buffer(packed.outputs, True), program.buffer(packed.outputs)
             norms = [of[name].weight for name in ("q_norm", "k_norm")]
             program.linear(packed, normed, both)
-            program.heads(both, none, 0, shape, offset, norms, epsilon)
+            program.heads(both, none, 0, shape, offset, norms, epsilon, **how)
         return program
 
 
@@ -202,8 +225,9 @@ class BlockState(FeatureState):
     """What the block drafter keeps of one sequence.
 
     `cache`: keys and values of committed tokens before the anchor, and of nothing else. Of the tree
-    that is being grown: `rows` `[drafted, d]`, `scores` `[drafted, s]`: U of `tokens` `[s]`, and
-    `confidence`, by depth: its logits, by the rows alone.
+    that is being grown: `rows` `[drafted, d]`, `scores` `[drafted, s]`: U of `tokens` `[s]`,
+    `confidence`, by depth: its logits, by the rows alone, and with a selector `gates`
+    `[drafted, r]`, what W1 is taken times.
     """
 
     def __init__(
@@ -212,6 +236,7 @@ class BlockState(FeatureState):
         super().__init__(cache, ids, shortlist)
         self.rows = self.scores = torch.empty(0)
         self.tokens, self.confidence = torch.empty(0, dtype=torch.int64), list[float]()
+        self.gates: torch.Tensor | None = None
 
     def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
         super().adopt(chunks, tokens, hidden)
@@ -221,6 +246,7 @@ class BlockState(FeatureState):
     def release(self) -> None:
         super().release()
         self.rows = self.scores = torch.empty(0)
+        self.gates = None
 
 
 class BlockDrafter(FeatureDrafter):
@@ -230,8 +256,8 @@ class BlockDrafter(FeatureDrafter):
     keys and values stay, and runs the block of the anchor, which is the root. All other requests of
     the tree are answered without a pass: the distribution after a node depends on its depth and its
     token. It is over those of the scored tokens whose logit is near the likeliest one's at some
-    depth: at most `within` below it, the Markov head left out. Nodes as deep as the block is long
-    get zeros: nothing is proposed there.
+    depth: at most `within` below it, the Markov head, a selector and a softcap left out. Nodes as
+    deep as the block is long get zeros: nothing is proposed there.
 
     The drafter takes the network over, and makes `model` return the hidden states that it reads
     (`Model.watch`). `native`: let the native kernels run the network where they can. `weights`: the
@@ -252,17 +278,18 @@ class BlockDrafter(FeatureDrafter):
     ) -> None:
         self.network = network.to(model.device, model.dtype).eval().requires_grad_(False)
         self.vocab_size, self.device = model.vocab_size, model.device
-        self.head_size, self.within = network.config.hidden_size, within
+        self.tokens, size = network.tokens, network.config.hidden_size
+        self.head_size, self.within = None if self.tokens is not None else size, within
         model.watch(network.config.taps)
         # weights of rows for the confidence, and what each token before adds
         self._confidence: tuple[torch.Tensor, Sequence[float]] | None = None
         if self.network.config.confidence:
             proj = self.network.confidence_head["proj"]
             (weight,), bias = (proj.get_parameter(name).float() for name in ("weight", "bias"))
-            every = self.network.before(torch.arange(self.vocab_size, device=self.device))
-            adds = torch.mv(every, weight[self.head_size :]) + bias
-            self._confidence = weight[: self.head_size], array("f", adds.tolist())
-        kernels = network_kernels(model, network) if native else None
+            adds = torch.mv(network.markov()[0].float(), weight[size:]) + bias
+            self._confidence = weight[:size], array("f", adds.tolist())
+        native = native and not network.config.conv_taps
+        kernels = network_kernels(model, network, ScaledEmbedding) if native else None
         self.passes: NativeBlocks | TorchBlocks = (
             NativeBlocks(network, kernels, weights) if kernels else TorchBlocks(network, model)
         )
@@ -306,15 +333,25 @@ class BlockDrafter(FeatureDrafter):
 
     def _score(self, states: Sequence[BlockState]) -> None:
         """Compute U of the candidates of all depths."""
+        config = self.network.config
         nothing = [None if one.shortlist is None else one.shortlist.shared.none for one in states]
         for scored in score(states, [state.rows for state in states], nothing, self.passes):
             for i, logits in scored.split(scored.logits.float()):
                 state = states[i]
-                if scored.tokens is None:  # the whole head, which may be padded
-                    logits = logits[:, : self.vocab_size]
-                state.scores, state.tokens = self.passes.candidates(
-                    logits, scored.tokens, self.within
-                )
+                tokens = scored.tokens
+                if tokens is None:  # the whole head, which may be padded
+                    logits, tokens = logits[:, : self.vocab_size], self.tokens
+                within = self.within / config.output_multiplier
+                scores, state.tokens = self.passes.candidates(logits, tokens, within)
+                if config.output_multiplier != 1:
+                    scores = scores * config.output_multiplier
+                if config.softcap:
+                    scores = torch.tanh(scores / config.softcap) * config.softcap
+                if config.top_k:
+                    least = scores.topk(min(config.top_k, scores.shape[-1]), -1).values[:, -1:]
+                    scores = scores.masked_fill(scores < least, -math.inf)
+                    state.gates = self.network.gates(state.rows)
+                state.scores = scores
                 if self._confidence is not None:
                     state.confidence = (state.rows.float() @ self._confidence[0]).tolist()
 

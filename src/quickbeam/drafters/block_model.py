@@ -1,7 +1,8 @@
 """The block drafter's network: one pass drafts several positions at once.
 
 It is DSpark's (2607.05147), with DFlash (2602.06036) as the case without a Markov head, and JetSpec
-(2606.18394) as the one whose block is causal.
+(2606.18394) as the one whose block is causal. DFlash2 (`qwen3_dflash2.py` in vLLM) has convolutions
+of the rows around each sublayer, and a selector among a row's likeliest tokens.
 
 Hidden states of some of the target's layers ("taps") are fused into one vector for each committed
 token before the anchor, which is the last committed token. These vectors are keys and values of
@@ -14,14 +15,14 @@ they are. That is how vLLM (`_resolve_layer_attention` in `qwen3_dflash.py`) and
 request 34524) run the published drafters.
 
 A distribution depends on its depth and on the token before it alone: it is the softmax of U_k +
-W2 · W1[previous token], U_k being the head's logits of the row for depth k. So the search of a tree
-needs no further pass. Modules are named as the published checkpoints name their tensors.
+W2 · W1[previous token], U_k being the head's logits of the row h_k for depth k. With a selector it
+is that of U_k + W2 · (W1[previous token] ⊙ P h_k), of the `top_k` largest of U_k. So the search of
+a tree needs no further pass. Modules are named as the published checkpoints name their tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quickbeam.drafters.block_config import SPECULATORS, BlockConfig
 from quickbeam.drafters.eagle_model import DrafterNetwork, RMSNorm
 from quickbeam.drafters.folder import (
-    SIZES,
-    WINDOWED,
     TargetParts,
     assemble,
-    layer_fields,
-    layer_windows,
+    embed_scale,
     named_errors,
     read_tensors,
     refuse_other_target,
     write_folder,
 )
+from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
 from quickbeam.models.checkpoint import read_json
@@ -50,147 +50,41 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's number, `query` `[n, heads, head_dim]`, and `key` and `value` `[n, kv_heads,
 head_dim]` of the blocks' rows, one block after the other, to `[n, heads * head_dim]`."""
 
-# tensors that are not read: copies of the target's own
-IGNORED = ("embed_tokens.", "lm_head.")
-NUMBERS = {  # by field of `BlockConfig`: its name in config.json, beside those of `SIZES`
-    "depth": "num_hidden_layers",
-    "block_size": "block_size",
-    "mask_token": "mask_token_id",
-}
-# fields that may have these values alone
-KNOWN: tuple[tuple[Any, ...], ...] = (
-    ("markov_head_type", "vanilla"),
-    ("hidden_act", "silu"),
-    ("projector_type", "dflash", "dspark"),
-    ("output_multiplier", 1),
-    ("input_embedding_scale", 1),
-    ("final_logit_softcapping", 0),
-)
+TURNED = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "q_norm", "k_norm"))
+RENAMED = (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."))  # Muse Glimmer's
+# tensors that are not read: copies of the target's own, and what follows from others
+COPIES = ("embed_tokens.", "lm_head.")
+DERIVED = ("d2t", "rotary_emb.", "t2d", "verifier_lm_head.", "verifier_norm.")
 
 
-@dataclass(frozen=True)
-class BlockConfig:
-    """The shape of a block drafter, of `depth` layers.
+class BlockConv(nn.Module):
+    """A causal convolution of a block's rows before a sublayer, and one of its results after it.
 
-    - `taps`: which hidden states of the target it reads (`Features`), each `target_size` wide.
-    - `block_size`: how many rows a pass has. `mask_token`: the input of all but the anchor's.
-    - `from_anchor`: whether the anchor's row drafts the token after the anchor (DSpark). Otherwise
-      row k drafts the token at its own position, and the anchor's drafts none (DFlash).
-    - `causal`: whether rows see only the rows before them (JetSpec). None: in layers with a window.
-    - `windows`: by layer, how many of the last positions a row sees, its own among them; None for
-      all. Empty where no layer has a window.
-    - `markov_rank`: the rank of the Markov head, or 0 for none.
-    - `confidence`: whether a head says how likely a drafted token is accepted, by its row, and with
-      a Markov head by the token before it.
-    - `rope`: further fields of a Llama configuration that shape the rotary angles.
+    A coefficient of a row is the sum of one that each column has, `base_kernel` `[2, taps, d]`, and
+    one of `kernel_projection` of what the sublayer reads, which `group` columns share.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    depth: int
-    taps: tuple[int, ...]
-    target_size: int
-    vocab_size: int
-    block_size: int
-    mask_token: int
-    from_anchor: bool = True
-    causal: bool | None = False
-    windows: tuple[int | None, ...] = ()
-    markov_rank: int = 0
-    confidence: bool = False
-    eps: float = 1e-6
-    rope: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, d: int, taps: int, group: int) -> None:
+        super().__init__()
+        self._group = group
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, d))
+        self.kernel_projection = nn.Linear(d, 2 * taps * (d // group), bias=False)
 
-    @property
-    def drafted(self) -> int:
-        """How many positions a pass drafts."""
-        return self.block_size if self.from_anchor else self.block_size - 1
-
-    def attention(self, layer: int) -> tuple[int | None, bool]:
-        """Return a layer's window, and whether it is causal."""
-        window = self.windows[layer] if self.windows else None
-        return window, window is not None if self.causal is None else self.causal
-
-    @staticmethod
-    def of(record: dict[str, Any], target_size: int, vocab_size: int) -> BlockConfig:
-        """Read the fields of a published `config.json`, for a target of this width and vocabulary.
-
-        Raises `InvalidInput` for fields that the network can't represent.
-        """
-        fields = {**record, **(record.get("dflash_config") or {})}
-        for name, *known in KNOWN:
-            if (value := fields.get(name)) is not None and value not in known:
-                raise InvalidInput(
-                    f"its config says {name}: {value!r}; known: {', '.join(map(str, known))}"
-                )
-        names = " ".join(map(str, record.get("architectures") or ()))
-        of_dspark = fields.get("projector_type") == "dspark" or fields.get("shift_label")
-        from_anchor = bool(of_dspark or "DSpark" in names or "dflash_config" not in record)
-        numbers: dict[str, Any] = {field: int(fields[name]) for field, name in NUMBERS.items()}
-        return BlockConfig(
-            **layer_fields(fields),
-            **numbers,
-            taps=tuple(int(i) + 1 for i in fields["target_layer_ids"]),
-            target_size=target_size,
-            vocab_size=vocab_size,
-            from_anchor=bool(fields.get("sample_from_anchor", from_anchor)),
-            **_attention_fields(fields, numbers["depth"], numbers["block_size"]),
-            markov_rank=int(fields.get("markov_rank") or 0),
-            confidence=bool(fields.get("enable_confidence_head")),
-        )
-
-    def record(self) -> dict[str, Any]:
-        """Return the fields that `of` reads."""
-        return {
-            "architectures": ["Qwen3DSparkModel"],
-            **{key: getattr(self, name) for name, key in (SIZES | NUMBERS).items()},
-            "target_layer_ids": [tap - 1 for tap in self.taps],
-            "sample_from_anchor": self.from_anchor,
-            "causal_head": self.causal,
-            "markov_rank": self.markov_rank,
-            "markov_head_type": "vanilla",
-            "enable_confidence_head": self.confidence,
-            "confidence_head_with_markov": bool(self.markov_rank),
-            "rms_norm_eps": self.eps,
-            **self.rope,
-            **self._window_fields(),
-        }
-
-    def _window_fields(self) -> dict[str, Any]:
-        if not self.windows:
-            return {}
-        kinds = [WINDOWED if window else "full_attention" for window in self.windows]
-        size = max(window or 0 for window in self.windows)
-        return {"layer_types": kinds, "sliding_window": size, "use_sliding_window": True}
+    def coefficients(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both convolutions' of rows `[b, n, d]`: `[b, n, taps, d]` each, of a row's own
+        values, then of those of the rows before it."""
+        both, taps = self.base_kernel, self.base_kernel.shape[1]
+        shared = self.kernel_projection(x).unflatten(-1, (2, taps, -1))
+        first, last = (both + shared.repeat_interleave(self._group, -1)).unbind(2)
+        return first, last
 
 
-def _attention_fields(fields: dict[str, Any], depth: int, block_size: int) -> dict[str, Any]:
-    """Return `causal` and `windows` by a configuration's fields.
-
-    `use_swa` gives all layers a window where `layer_types` gives none one, and leaves them not
-    causal (MiMo, vLLM). Raises `InvalidInput` for a window shorter than a block whose rows see one
-    another: no published drafter has one, and engines differ on it.
-    """
-    given = (fields.get(name) for name in ("causal_head", "is_causal", "causal"))
-    causal = next((bool(one) for one in given if one is not None), None)
-    size: Any = fields.get("swa_window_size") or fields.get("sliding_window")
-    used = fields.get("use_sliding_window")
-    if fields.get("swa_window_size"):  # beside which transformers saves that none is used
-        used = used or None
-    fields = {**fields, "sliding_window": size, "use_sliding_window": used}
-    if fields.get("use_swa") and WINDOWED not in (fields.get("layer_types") or ()):
-        fields |= {"layer_types": [WINDOWED] * depth, "use_sliding_window": True}
-        causal = bool(causal)
-    windows = layer_windows(fields, depth)
-    if windows and causal is False and size < block_size:
-        raise InvalidInput(
-            f"its sliding_window {size} is shorter than its block of {block_size}, whose rows see "
-            "one another"
-        )
-    return {"windows": windows, "causal": causal if windows else bool(causal)}
+def convolved(x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+    """Return what `BlockConv.coefficients` make of rows `[b, n, d]`."""
+    (n, taps), out = coefficients.shape[1:3], torch.zeros_like(x)
+    for i in range(min(n, taps)):
+        out[:, i:] += coefficients[:, i:, i] * x[:, : n - i]
+    return out
 
 
 class BlockLayer(nn.Module):
@@ -211,11 +105,19 @@ class BlockLayer(nn.Module):
         self.self_attn = nn.ModuleDict(heads | norms)
         up = {name: nn.Linear(d, inner, bias=False) for name in ("gate_proj", "up_proj")}
         self.mlp = nn.ModuleDict(up | {"down_proj": nn.Linear(inner, d, bias=False)})
+        if config.conv_taps:
+            self.attention_conv = BlockConv(d, config.conv_taps, config.conv_group)
+            self.mlp_conv = BlockConv(d, config.conv_taps, config.conv_group)
 
     def query(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[n, heads, head_dim]` of rows `[n, d]`, before the rotary angles."""
         query = self.self_attn["q_proj"](x).unflatten(-1, (-1, self._size))
         return self.self_attn["q_norm"](query)  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor, mix: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Run the layer on rows `[b, n, d]`. `mix`: its attention, of normed rows `[b * n, d]`."""
+        x = x + self.sublayer("attention", self.input_layernorm(x), mix)
+        return x + self.sublayer("mlp", self.post_attention_layernorm(x), self.feed_forward)
 
     def key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys, before the rotary angles, and values: `[n, kv_heads, head_dim]` each."""
@@ -225,8 +127,48 @@ class BlockLayer(nn.Module):
         return self.self_attn["k_norm"](key), value
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.post_attention_layernorm(x)
         gate = F.silu(self.mlp["gate_proj"](x))
+        return self.mlp["down_proj"](gate * self.mlp["up_proj"](x))  # type: ignore[no-any-return]
+
+    def sublayer(
+        self, name: str, x: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return what a sublayer makes of normed rows `[b, n, d]`, between its convolutions."""
+        conv: BlockConv | None = getattr(self, f"{name}_conv", None)
+        if conv is None:
+            return run(x.flatten(0, 1)).view_as(x)
+        first, last = conv.coefficients(x)
+        return convolved(run(convolved(x, first).flatten(0, 1)).view_as(x), last)
+
+
+class GemmaBlockLayer(BlockLayer):
+    """A decoder layer as Gemma 4's without a window."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config)
+        self._eps = config.eps
+        self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.eps)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.eps)
+        self.register_buffer("layer_scalar", torch.ones(1))
+        if config.values_are_keys:
+            del self.self_attn["v_proj"]
+
+    def forward(self, x: torch.Tensor, mix: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        mixed = self.sublayer("attention", self.input_layernorm(x), mix)
+        x = x + self.post_attention_layernorm(mixed)
+        fed = self.sublayer("mlp", self.pre_feedforward_layernorm(x), self.feed_forward)
+        x = x + self.post_feedforward_layernorm(fed)
+        return x * self.get_buffer("layer_scalar")
+
+    def key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        key = self.self_attn["k_proj"](x).unflatten(-1, (-1, self._size))
+        value = key
+        if "v_proj" in self.self_attn:
+            value = self.self_attn["v_proj"](x).unflatten(-1, (-1, self._size))
+        return self.self_attn["k_norm"](key), F.rms_norm(value, (self._size,), eps=self._eps)
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = F.gelu(self.mlp["gate_proj"](x), approximate="tanh")
         return self.mlp["down_proj"](gate * self.mlp["up_proj"](x))  # type: ignore[no-any-return]
 
 
@@ -240,14 +182,39 @@ class BlockNetwork(DrafterNetwork):
         self.config, d = config, config.hidden_size
         self.fc = nn.Linear(len(config.taps) * config.target_size, d, bias=False)
         self.hidden_norm, self.norm = RMSNorm(d, config.eps), RMSNorm(d, config.eps)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.depth))
-        if config.markov_rank:
+        kind = GemmaBlockLayer if config.gemma else BlockLayer
+        self.layers = nn.ModuleList(kind(config) for _ in range(config.depth))
+        scored = config.draft_vocab_size or config.vocab_size
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(d, scored, bias=False)
+            # from a row of the head to the target's token: what is added to the row's number
+            self.register_buffer("d2t", torch.zeros(scored, dtype=torch.int64))
+        if config.top_k:
+            books = ("predecessor_codebook", "successor_codebook")
+            chosen: dict[str, nn.Module] = {
+                name: nn.Embedding(config.vocab_size, config.markov_rank) for name in books
+            }
+            chosen["hidden_projection"] = nn.Linear(d, config.markov_rank, bias=False)
+            self.candidate_selector = nn.ModuleDict(chosen)
+        elif config.markov_rank:
             first = nn.Embedding(config.vocab_size, config.markov_rank)
-            second = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+            second = nn.Linear(config.markov_rank, scored, bias=False)
             self.markov_head = nn.ModuleDict({"markov_w1": first, "markov_w2": second})
         if config.confidence:
             proj = nn.Linear(d + config.markov_rank, 1)
             self.confidence_head = nn.ModuleDict({"proj": proj})
+
+    @property
+    def head(self) -> Any:
+        return super().head if self.config.draft_vocab_size is None else self.lm_head
+
+    @property
+    def tokens(self) -> torch.Tensor | None:
+        """The target's token for each output of its own head; None for the target's head."""
+        if self.config.draft_vocab_size is None:
+            return None
+        offsets = self.get_buffer("d2t")
+        return torch.arange(len(offsets), device=offsets.device) + offsets
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the vectors `[n, d]` of committed tokens from the target's hidden states.
@@ -279,38 +246,48 @@ class BlockNetwork(DrafterNetwork):
         inputs[:, 0] = torch.as_tensor(anchors, device=device)
         offsets = torch.arange(config.block_size, device=device)
         places = (torch.as_tensor(positions, device=device)[:, None] + offsets).flatten()
-        x = self.embedding(inputs.flatten())
+        x = self.embedding(inputs)
+        if (factor := config.embedding_scale / embed_scale(self.embedding)) != 1:
+            x = x * factor
         for i in range(config.depth):
             layer = self._layer(i)
-            normed = layer.input_layernorm(x)
-            query = self.rotated(layer.query(normed), places)
-            key, value = self.key_value(i, normed, places)
-            x = x + layer.self_attn["o_proj"](attend(i, query, key, value))
-            x = x + layer.feed_forward(x)
-        return self.norm(x).unflatten(0, inputs.shape)  # type: ignore[no-any-return]
 
-    @property
+            def mixed(normed: torch.Tensor, i: int = i, layer: BlockLayer = layer) -> torch.Tensor:
+                query = self.rotated(layer.query(normed), places)
+                attended = attend(i, query, *self.key_value(i, normed, places))
+                return layer.self_attn["o_proj"](attended)  # type: ignore[no-any-return]
+
+            x = layer(x, mixed)
+        return self.norm(x)  # type: ignore[no-any-return]
+
     def markov(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """W1 and W2, `[vocab, r]` each; r is 0 without a Markov head."""
+        """Return W1 and W2, `[vocab, r]` each; r is 0 without a Markov head and a selector.
+
+        W2 is zero for tokens that its own head doesn't have.
+        """
+        vocab, tokens = self.config.vocab_size, self.tokens
         if not self.config.markov_rank:
-            return (self.fc.weight.new_zeros(self.config.vocab_size, 0),) * 2
-        first, second = (self.markov_head[f"markov_{name}"] for name in ("w1", "w2"))
-        return first.get_parameter("weight"), second.get_parameter("weight")
+            return (self.fc.weight.new_zeros(vocab, 0),) * 2
+        of, names = (
+            (self.candidate_selector, ("predecessor_codebook", "successor_codebook"))
+            if self.config.top_k
+            else (self.markov_head, ("markov_w1", "markov_w2"))
+        )
+        first, second = (of[name].get_parameter("weight") for name in names)
+        if tokens is None:
+            return first, second
+        return first, second.new_zeros(first.shape).index_copy(0, tokens, second)
 
-    def before(self, previous: torch.Tensor) -> torch.Tensor:
-        """Return W1 of the tokens before, `[n]`, in float32: `[n, r]`."""
-        return F.embedding(previous, self.markov[0]).float()
-
-    def after(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return W2 of tokens `[s]` in float32, `[s, r]`: `before @ after.T` is added to U."""
-        return F.embedding(tokens, self.markov[1]).float()
+    def gates(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the selector's P h of rows `[n, d]`, in float32: `[n, r]`."""
+        return self.candidate_selector["hidden_projection"](rows).float()  # type: ignore[no-any-return]
 
     def bias(self, previous: torch.Tensor) -> torch.Tensor | None:
         """Return what the tokens before, `[n]`, add to U of all tokens: `[n, vocab]`.
 
         Returns None without a Markov head.
         """
-        if not self.config.markov_rank:
+        if not self.config.markov_rank or self.config.top_k:
             return None
         head = self.markov_head
         return head["markov_w2"](head["markov_w1"](previous))  # type: ignore[no-any-return]
@@ -338,18 +315,45 @@ class BlockNetwork(DrafterNetwork):
 def is_block(folder: Path) -> bool:
     """Whether `folder` holds a block drafter. Reads only its configuration."""
     record = read_json(folder / "config.json")
+    if record.get("speculators_model_type") in SPECULATORS:
+        return True
     nested = record.get("dflash_config")
     fields = {**record, **nested} if isinstance(nested, dict) else record
     return "block_size" in fields and ("dflash_config" in record or "target_layer_ids" in record)
 
 
-def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
-    """Load the block drafter in `folder`, in the layout of DFlash or DSpark, for a target.
+def _read(folder: Path, record: dict[str, Any], config: BlockConfig) -> dict[str, torch.Tensor]:
+    """Return a folder's tensors as the network has them.
 
-    Raises `InvalidInput` for another target's drafter, and for tensors that don't fit the network.
+    Codebooks may be parameters without a module, and a confidence may be by the row alone. Where
+    dimensions 2i and 2i + 1 of a head turn together (LiquidAI's), they are put in the places i and
+    i + half of queries and keys, which changes no product of the two.
+    """
+    stored = dict[str, torch.Tensor]()
+    for name, tensor in read_tensors(folder).items():
+        for old, new in RENAMED:
+            name = name.replace(old, new)
+        stored[f"{name}.weight" if name.endswith("_codebook") else name] = tensor
+    name = "confidence_head.proj.weight"
+    if name in stored and stored[name].shape[-1] == config.hidden_size:
+        stored[name] = F.pad(stored[name], (0, config.markov_rank))
+    if False in (record.get("rope_is_neox_style"), record.get("is_neox_style")):
+        for name in [one for one in stored if one.endswith(TURNED)]:
+            tensor, half = stored[name], config.head_dim // 2
+            pairs = tensor.reshape(-1, half, 2, *tensor.shape[1:]).transpose(1, 2)
+            stored[name] = pairs.reshape(tensor.shape)
+    return stored
+
+
+def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
+    """Load the block drafter in `folder` for a target.
+
+    Its layout is that of DFlash, DSpark, `speculators` or Muse Glimmer's assistant. Raises
+    `InvalidInput` for another target's drafter, and for tensors that don't fit the network.
     """
     with named_errors(folder):
-        config = BlockConfig.of(read_json(folder / "config.json"), target.size, target.vocab)
+        record = read_json(folder / "config.json")
+        config = BlockConfig.of(record, target.size, target.vocab)
         check_layers(config.taps, target.layers)
         refuse_other_target(config.hidden_size, target=target.size)
         if not 0 <= config.mask_token < target.vocab:
@@ -361,6 +365,13 @@ def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
             raise InvalidInput("it drafts nothing: block_size and num_hidden_layers are too small")
         with torch.device("meta"):
             network = BlockNetwork(config, target.embedding, target.head)
-        state = assemble(network, read_tensors(folder), ignored=IGNORED)
+        stored, own_head = _read(folder, record, config), config.draft_vocab_size is not None
+        ignored = {*COPIES, *DERIVED} - ({"lm_head.", "d2t"} if own_head else set())
+        state = assemble(network, stored, ignored=ignored)
+        if own_head:
+            tokens = torch.arange(len(state["d2t"])) + state["d2t"]
+            require_distinct(
+                tokens, target.vocab, "its head (d2t), which was made for another model,"
+            )
     network.load_state_dict(state, assign=True)
     return network.requires_grad_(False)

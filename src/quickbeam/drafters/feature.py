@@ -145,16 +145,22 @@ class TorchPasses:
     """What passes by PyTorch's operators share: the reference.
 
     `layers`: of the `network`, their windows and whether they are causal (`AttentionParams`).
+    `scaling`: of scores; the root of 1 / head_dim if None.
     """
 
     def __init__(
-        self, network: Any, layers: Sequence[tuple[int | None, bool]], model: Model
+        self,
+        network: Any,
+        layers: Sequence[tuple[int | None, bool]],
+        model: Model,
+        scaling: float | None = None,
     ) -> None:
         self.network, size = network, network.config.head_dim
+        scaling = size**-0.5 if scaling is None else scaling
         shapes = [KVShape(network.config.kv_heads, size, size)] * len(layers)
         self.pool = RowPool(shapes, model.dtype, model.device)
         self._layers = [
-            AttentionParams(i, size**-0.5, window, causal=causal)
+            AttentionParams(i, scaling, window, causal=causal)
             for i, (window, causal) in enumerate(layers)
         ]
         self.logits = network.head  # the whole head, `[n, d]` to `[n, draft vocabulary]`

@@ -60,6 +60,11 @@ class TargetParts(NamedTuple):
         return TargetParts(*sizes, model.embedding, model.head)
 
 
+def embed_scale(embedding: nn.Module) -> float:
+    """Return what a target's embedding multiplies the rows of its weight by."""
+    return float(getattr(embedding, "embed_scale", 1.0))
+
+
 def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a configuration says of a Llama-like layer, by field of the drafter's own."""
     given = {name: value for name, value in fields.items() if value is not None}

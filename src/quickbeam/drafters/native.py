@@ -21,14 +21,16 @@ from quickbeam.models.stored import Stored, dense
 from quickbeam.models.tensor_files import TensorFiles
 
 
-def network_kernels(model: Model, network: Any) -> Kernels | None:
+def network_kernels(model: Model, network: Any, *more: type[nn.Module]) -> Kernels | None:
     """Return the native kernels if they can run an EAGLE or block `network` beside `model`.
 
-    Widths have to be even. Embeddings of other classes than PyTorch's may scale their rows.
+    Widths have to be even, and rows of the embedding's weight numbers. Embeddings of other classes
+    than PyTorch's and `more` may change them in a way that the network doesn't know.
     """
-    config = network.config
+    config, embedding = network.config, network.embedding
     sizes = config.hidden_size, config.intermediate_size, config.head_dim, config.target_size
-    plain = type(network.embedding) is nn.Embedding and all(size % 2 == 0 for size in sizes)
+    known = type(embedding) in (nn.Embedding, *more) and isinstance(embedding.weight, torch.Tensor)
+    plain = known and all(size % 2 == 0 for size in sizes)
     fits = plain and model.device.type == "cpu" and model.dtype is torch.bfloat16
     return kernels() if fits else None
 

@@ -42,8 +42,7 @@ def make_shortlist(
     if drafter.head_size is None:
         raise InvalidInput(
             f"--vocab {vocab}: this drafter has a head of its own, which scores all its tokens: "
-            "take --vocab full, or a drafter that shares the model's head (EAGLE's, or a block "
-            "drafter)"
+            "take --vocab full, or a drafter that shares the model's head"
         )
     if vocab in ROUTED and not drafter.routes:
         raise InvalidInput(

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from quickbeam.drafters.block_model import Attend, BlockConfig, BlockNetwork
+from quickbeam.drafters.block_config import BlockConfig
+from quickbeam.drafters.block_model import Attend, BlockNetwork
 from quickbeam.models.gathered import to_device
 from quickbeam.train.shards import Shards, collate
 from quickbeam.train.target import FrozenTarget, TrainingBatch, autocast

@@ -16,8 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from quickbeam import hub
-from quickbeam.drafters.block_model import BlockConfig, is_block, load_block
-from quickbeam.drafters.folder import TargetParts
+from quickbeam.drafters.block_config import BlockConfig
+from quickbeam.drafters.block_model import is_block, load_block
+from quickbeam.drafters.folder import TargetParts, embed_scale
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
@@ -136,6 +137,7 @@ def block_config(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> Bloc
         mask_token=vocab - 1 if named < vocab else max(special, default=vocab - 1),
         markov_rank=recipe.rank,
         confidence=True,
+        embedding_scale=embed_scale(model.get_input_embeddings()),
         eps=getattr(config, "rms_norm_eps", 1e-6),
         rope=rope,
     )

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from quickbeam import hub
+from quickbeam.drafters.folder import embed_scale
 from quickbeam.models.gathered import to_device, without_cudnn
 from quickbeam.models.hf_attention import Features, decoder_layers
 from quickbeam.models.loading import load_model
@@ -170,7 +171,7 @@ class Embedding(nn.Module):
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
-        self._embedding = embedding
+        self._embedding, self.embed_scale = embedding, embed_scale(embedding)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         embedded: torch.Tensor = self._embedding(tokens)

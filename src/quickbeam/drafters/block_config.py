@@ -1,0 +1,228 @@
+"""The shape of a block drafter, and how the published configurations say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from quickbeam.drafters.folder import SIZES, WINDOWED, layer_fields, layer_windows
+from quickbeam.errors import InvalidInput
+
+SPECULATORS = ("dflash", "dflash2", "dspark")  # `speculators_model_type` of block drafters
+MUSE, GEMMA = "muse_glimmer_assistant", "Gemma4DSparkModel"
+
+NUMBERS = {  # by field of `BlockConfig`: its name in config.json, beside those of `SIZES`
+    "depth": "num_hidden_layers",
+    "block_size": "block_size",
+    "mask_token": "mask_token_id",
+}
+OPTIONAL: dict[str, tuple[str, Any]] = {  # the same, with what holds where it is not given
+    "top_k": ("selector_top_k", 0),
+    "conv_taps": ("conv_kernel_size", 0),
+    "conv_group": ("conv_group_size", 0),
+    "embedding_scale": ("input_embedding_scale", 1.0),
+    "output_multiplier": ("output_multiplier", 1.0),
+    "softcap": ("final_logit_softcapping", 0.0),
+}
+# fields that may have these values alone
+KNOWN: tuple[tuple[Any, ...], ...] = (
+    ("markov_head_type", "vanilla"),
+    ("hidden_act", "silu"),
+    ("hidden_activation", "gelu_pytorch_tanh"),
+    ("enable_moe_block", False),
+    ("hidden_size_per_layer_input", 0),
+    ("projector_type", "dflash", "dflash2", "dspark"),
+    ("draft_ffn_type", "dense"),
+)
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """The shape of a block drafter, of `depth` layers.
+
+    - `taps`: which hidden states of the target it reads (`Features`), each `target_size` wide.
+    - `block_size`: how many rows a pass has. `mask_token`: the input of all but the anchor's.
+    - `from_anchor`: whether the anchor's row drafts the token after the anchor (DSpark). Otherwise
+      row k drafts the token at its own position, and the anchor's drafts none (DFlash).
+    - `causal`: whether rows see only the rows before them (JetSpec). None: in layers with a window.
+    - `windows`: by layer, how many of the last positions a row sees, its own among them; None for
+      all. Empty where no layer has a window.
+    - `markov_rank`: the rank of the Markov head, or 0 for none.
+    - `confidence`: whether a head says how likely a drafted token is accepted, by its row, and with
+      a Markov head by the token before it.
+    - `draft_vocab_size`: how many tokens its own head has, or None for the target's head.
+    - `top_k`: how many tokens of a row the selector of DFlash2 chooses from, of rank `markov_rank`;
+      0 for a Markov head or none. `conv_taps`, `conv_group`: how many rows its convolutions read,
+      and how many columns share the part of a coefficient that depends on the row; 0 for none.
+    - `embedding_scale`: what rows of the target's embedding are taken times; `output_multiplier`:
+      the head's logits, which are then bent to stay below `softcap`, if it isn't 0.
+    - `gemma`: layers are Gemma 4's, with norms around both sublayers and values that are normed;
+      with `values_are_keys` these are what keys are made of.
+    - `rope`: further fields of a Llama configuration that shape the rotary angles.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    depth: int
+    taps: tuple[int, ...]
+    target_size: int
+    vocab_size: int
+    block_size: int
+    mask_token: int
+    from_anchor: bool = True
+    causal: bool | None = False
+    windows: tuple[int | None, ...] = ()
+    markov_rank: int = 0
+    confidence: bool = False
+    draft_vocab_size: int | None = None
+    top_k: int = 0
+    conv_taps: int = 0
+    conv_group: int = 0
+    embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    softcap: float = 0.0
+    gemma: bool = False
+    values_are_keys: bool = False
+    eps: float = 1e-6
+    rope: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def drafted(self) -> int:
+        """How many positions a pass drafts."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    def attention(self, layer: int) -> tuple[int | None, bool]:
+        """Return a layer's window, and whether it is causal."""
+        window = self.windows[layer] if self.windows else None
+        return window, window is not None if self.causal is None else self.causal
+
+    @staticmethod
+    def of(record: dict[str, Any], target_size: int, vocab_size: int) -> BlockConfig:
+        """Read the fields of a published `config.json`, for a target of this width and vocabulary.
+
+        Raises `InvalidInput` for fields that the network can't represent.
+        """
+        fields = _with_other_names(record)
+        for name, *known in KNOWN:
+            if (value := fields.get(name)) is not None and value not in known:
+                raise InvalidInput(
+                    f"its config says {name}: {value!r}; known: {', '.join(map(str, known))}"
+                )
+        names = " ".join(map(str, record.get("architectures") or ()))
+        of_dspark = fields.get("projector_type") == "dspark" or fields.get("shift_label")
+        from_anchor = bool(of_dspark or "DSpark" in names or "dflash_config" not in record)
+        own_head = fields.get("draft_vocab_size") or None
+        if own_head in (vocab_size, fields.get("vocab_size")):
+            own_head = None
+        numbers: dict[str, Any] = {field: int(fields[name]) for field, name in NUMBERS.items()}
+        return BlockConfig(
+            **layer_fields(fields),
+            **numbers,
+            taps=tuple(int(i) + 1 for i in fields["target_layer_ids"]),
+            target_size=target_size,
+            vocab_size=vocab_size,
+            from_anchor=bool(fields.get("sample_from_anchor", from_anchor)),
+            **_attention_fields(fields, numbers["depth"], numbers["block_size"]),
+            markov_rank=int(fields.get("selector_rank") or fields.get("markov_rank") or 0),
+            confidence=bool(fields.get("enable_confidence_head")),
+            draft_vocab_size=own_head,
+            gemma=GEMMA in names,
+            values_are_keys=GEMMA in names and bool(fields.get("attention_k_eq_v")),
+            **{
+                own: type(usual)(fields.get(name) or usual)
+                for own, (name, usual) in OPTIONAL.items()
+            },
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields that `of` reads."""
+        return {
+            "architectures": ["Qwen3DSparkModel"],
+            **{key: getattr(self, name) for name, key in (SIZES | NUMBERS).items()},
+            "target_layer_ids": [tap - 1 for tap in self.taps],
+            "sample_from_anchor": self.from_anchor,
+            "causal_head": self.causal,
+            "markov_rank": self.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": self.confidence,
+            "confidence_head_with_markov": bool(self.markov_rank),
+            "draft_vocab_size": self.draft_vocab_size,
+            "selector_rank": self.markov_rank if self.top_k else 0,
+            **{name: getattr(self, own) for own, (name, _) in OPTIONAL.items()},
+            "rms_norm_eps": self.eps,
+            **self.rope,
+            **self._window_fields(),
+            **self._gemma_fields(),
+        }
+
+    def _gemma_fields(self) -> dict[str, Any]:
+        if not self.gemma:
+            return {}
+        heads = {"global_head_dim": self.head_dim, "num_global_key_value_heads": self.kv_heads}
+        return heads | {"architectures": [GEMMA], "attention_k_eq_v": self.values_are_keys}
+
+    def _window_fields(self) -> dict[str, Any]:
+        if not self.windows:
+            return {}
+        kinds = [WINDOWED if window else "full_attention" for window in self.windows]
+        size = max(window or 0 for window in self.windows)
+        return {"layer_types": kinds, "sliding_window": size, "use_sliding_window": True}
+
+
+def _with_other_names(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's fields under DSpark's names, those of its parts among them.
+
+    In `speculators`, ids of hidden states count the layers before them, and only layers with a
+    window may be causal. Muse Glimmer's assistant is a DFlash, whose rows see as far as the window
+    on both sides, the end included (`sliding_window_bidirectional_overlay` in transformers). The
+    layers of DeepSpec's drafters for Gemma 4 are as those of it without a window, and embeddings
+    are scaled as there.
+    """
+    fields = dict(record)
+    for name in ("transformer_layer_config", "dflash_config"):
+        fields |= record.get(name) or {}
+    if (kind := record.get("speculators_model_type")) in SPECULATORS:
+        taps = [i - 1 for i in fields["aux_hidden_state_layer_ids"]]
+        causal = False if fields.get("sliding_window_non_causal") else None
+        fields = {"sample_from_anchor": kind == "dspark"} | fields
+        return fields | {"target_layer_ids": taps, "is_causal": causal}
+    if record.get("model_type") == MUSE:
+        window = fields["sliding_window"] + 1
+        return fields | {"sample_from_anchor": False, "is_causal": False, "sliding_window": window}
+    if GEMMA in (record.get("architectures") or ()):
+        of_keys = bool(fields.get("attention_k_eq_v"))
+        heads = "num_global_key_value_heads" if of_keys else "num_key_value_heads"
+        rope = fields.get("rope_parameters") or {}
+        fields = {"input_embedding_scale": fields["hidden_size"] ** 0.5} | fields
+        fields |= {"head_dim": fields["global_head_dim"], "num_key_value_heads": fields[heads]}
+        fields |= {"rope_parameters": rope.get("full_attention", rope) or None}
+    return fields
+
+
+def _attention_fields(fields: dict[str, Any], depth: int, block_size: int) -> dict[str, Any]:
+    """Return `causal` and `windows` by a configuration's fields.
+
+    `use_swa` gives all layers a window where `layer_types` gives none one, and leaves them not
+    causal (MiMo, vLLM). Raises `InvalidInput` for a window shorter than a block whose rows see one
+    another: no published drafter has one, and engines differ on it.
+    """
+    given = (fields.get(name) for name in ("causal_head", "is_causal", "causal"))
+    causal = next((bool(one) for one in given if one is not None), None)
+    size: Any = fields.get("swa_window_size") or fields.get("sliding_window")
+    used = fields.get("use_sliding_window")
+    if fields.get("swa_window_size"):  # beside which transformers saves that none is used
+        used = used or None
+    fields = {**fields, "sliding_window": size, "use_sliding_window": used}
+    if fields.get("use_swa") and WINDOWED not in (fields.get("layer_types") or ()):
+        fields |= {"layer_types": [WINDOWED] * depth, "use_sliding_window": True}
+        causal = bool(causal)
+    windows = layer_windows(fields, depth)
+    if windows and causal is False and size < block_size:
+        raise InvalidInput(
+            f"its sliding_window {size} is shorter than its block of {block_size}, whose rows see "
+            "one another"
+        )
+    return {"windows": windows, "causal": causal if windows else bool(causal)}
