@@ -45,7 +45,7 @@ KINDS = {
     "confident": replace(DSPARK, confidence=True, block_size=3),
     # one shorter than the block; one that is not causal
     "own head": replace(DSPARK, draft_vocab_size=60, confidence=True),
-    "scaled": replace(DSPARK, embedding_scale=1.5, output_multiplier=0.6, softcap=3.0),
+    "scaled": replace(DSPARK, embedding_scale=1.5, output_multiplier=0.625, softcap=3.0),
     "gemma": replace(DSPARK, gemma=True, embedding_scale=D**0.5, softcap=5.0),
     "gemma keys": replace(DSPARK, gemma=True, values_are_keys=True, markov_rank=0),
     "dflash2": replace(DSPARK, from_anchor=False, top_k=5, conv_taps=2, conv_group=4),

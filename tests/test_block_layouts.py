@@ -5,6 +5,7 @@ import math
 import random
 from dataclasses import replace
 
+import gguf
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,19 +13,24 @@ from safetensors.torch import load_file, save_file
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
 
+import gguf_files
 import test_language_parts as language_parts
 from cases import refuses
 from features import words
 from models import SIZES, VOCAB, spread_out, tiny
+from quickbeam import LLM
 from quickbeam.drafters import folder
-from quickbeam.drafters.block import BlockDrafter
+from quickbeam.drafters.block import BlockDrafter, NativeBlocks, TorchBlocks
 from quickbeam.drafters.block_config import BlockConfig
-from quickbeam.drafters.block_model import TURNED, is_block, load_block
+from quickbeam.drafters.block_model import TURNED, BlockNetwork, is_block, load_block
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.vocabulary import make_shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.checkpoint import Checkpoint
+from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
+from quickbeam.models.opening import open_model
+from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 from test_block_drafter import DSPARK, KINDS, MASK, D, Toy
 
@@ -189,6 +195,42 @@ def test_muse_glimmers_assistant_is_transformers(tmp_path):
     nodes = [0, tree.add(0, 5, "any"), tree.add(1, 6, "any")]
     given = toy.drafter.answer([toy.begin(ids[:-1], ids[-1]).request(tree, nodes)])[0].dense()
     assert (given - right).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["confident", "wide windows", "scaled", "dflash2"])
+def test_a_gguf_file_holds_the_folders_network(toys, kind, tmp_path):
+    given = toys[kind].network
+    path = gguf_files.block_drafter(tmp_path / "d.gguf", given)
+    assert is_block(path) and not is_block(tmp_path / "none.gguf")
+    network = read(path)
+    exact = {"rope": network.config.rope, "eps": network.config.eps}
+    assert network.config == replace(KINDS[kind], **exact)
+    for name, tensor in given.state_dict().items():
+        assert torch.equal(network.state_dict()[name], tensor.bfloat16())
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+def test_a_gguf_drafter_drafts_for_a_gguf_target(tmp_path):
+    """Whose embedding is in blocks; the kernels run both."""
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    model = gguf_files.write(tmp_path / "m.gguf", "llama", gguf_files.model_of("llama"), {"": q8})
+    sizes = {"hidden_size": 64, "target_size": 64, "vocab_size": 288, "mask_token": 287}
+    torch.manual_seed(0)
+    network = spread_out(BlockNetwork(replace(KINDS["confident"], **sizes)), 4, 0.3)
+    file = gguf_files.block_drafter(tmp_path / "d.gguf", network, q8)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    with LLM(str(model), "dyspec", drafter=str(file), budget=6) as llm:
+        given = llm.generate(["abc"], params)[0]
+        assert given.token_ids == llm.generate(["abc"], params, method="ar")[0].token_ids
+        assert given.statistics.sources["drafter"].drafted
+    toy, probs, ids = Toy.__new__(Toy), [], words(random.Random(0), 20)
+    toy.target = open_model(str(model), None, torch.device("cpu")).model
+    for kind, native in ((NativeBlocks, True), (TorchBlocks, False)):
+        loaded = load_block(file, TargetParts.of(toy.target))
+        toy.drafter = BlockDrafter(loaded, toy.target, within=math.inf, native=native)
+        assert isinstance(toy.drafter.passes, kind)
+        probs.append(toy.begin(ids[:-1], ids[-1]).distributions(TokenTree(ids[-1]), [0]))
+    assert (probs[0] - probs[1]).abs().max() < probs[1].max() / 20
 
 
 def test_windows_are_read_as_other_engines_read_them(toys, tmp_path):

@@ -28,12 +28,13 @@ from quickbeam.drafters.native import (
     CompiledDrafter,
     DrafterParameters,
     NativePacker,
+    embedded,
     network_kernels,
 )
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import Batch, Chain, Model, inference
 from quickbeam.models.checkpoint import ModelConfig
-from quickbeam.models.compiled import NativeLinear, ScaledEmbedding, kv_shapes
+from quickbeam.models.compiled import NativeLinear, kv_shapes
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.families.reading import AROUND, Config, layer_of
 from quickbeam.models.gathered import GatheredStep, UncommittedTokens, uncommitted
@@ -139,7 +140,7 @@ class NativeBlocks:
         stack = replace(described, layers=tuple(layers), head=head, scale=scale)
         own = {f"model.{name}": one for name, one in network.state_dict().items()}
         finite = all(bool(one.isfinite().all()) for one in own.values())
-        given = own | {stack.embedding: network.embedding.weight.detach()}
+        given = own | {stack.embedding: embedded(network.embedding)}
         parameters = DrafterParameters(config, torch.bfloat16, given)
         self.pool = PagePool(kv_shapes(stack), kernels)
         weights = name or (INT8 if finite else BFLOAT16)
@@ -289,7 +290,7 @@ class BlockDrafter(FeatureDrafter):
             adds = torch.mv(network.markov()[0].float(), weight[size:]) + bias
             self._confidence = weight[:size], array("f", adds.tolist())
         native = native and not network.config.conv_taps
-        kernels = network_kernels(model, network, ScaledEmbedding) if native else None
+        kernels = network_kernels(model, network) if native else None
         self.passes: NativeBlocks | TorchBlocks = (
             NativeBlocks(network, kernels, weights) if kernels else TorchBlocks(network, model)
         )

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quickbeam.drafters.block_config import SPECULATORS, BlockConfig
+from quickbeam.drafters.block_gguf import is_block_file, read_block_file
 from quickbeam.drafters.eagle_model import DrafterNetwork, RMSNorm
 from quickbeam.drafters.folder import (
     TargetParts,
@@ -313,7 +314,9 @@ class BlockNetwork(DrafterNetwork):
 
 
 def is_block(folder: Path) -> bool:
-    """Whether `folder` holds a block drafter. Reads only its configuration."""
+    """Whether a folder or `.gguf` file holds a block drafter. Reads only its configuration."""
+    if not folder.is_dir():
+        return folder.suffix == ".gguf" and folder.is_file() and is_block_file(folder)
     record = read_json(folder / "config.json")
     if record.get("speculators_model_type") in SPECULATORS:
         return True
@@ -322,15 +325,17 @@ def is_block(folder: Path) -> bool:
     return "block_size" in fields and ("dflash_config" in record or "target_layer_ids" in record)
 
 
-def _read(folder: Path, record: dict[str, Any], config: BlockConfig) -> dict[str, torch.Tensor]:
-    """Return a folder's tensors as the network has them.
+def _renamed(
+    tensors: dict[str, torch.Tensor], record: dict[str, Any], config: BlockConfig
+) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors as the network has them.
 
     Codebooks may be parameters without a module, and a confidence may be by the row alone. Where
     dimensions 2i and 2i + 1 of a head turn together (LiquidAI's), they are put in the places i and
     i + half of queries and keys, which changes no product of the two.
     """
     stored = dict[str, torch.Tensor]()
-    for name, tensor in read_tensors(folder).items():
+    for name, tensor in tensors.items():
         for old, new in RENAMED:
             name = name.replace(old, new)
         stored[f"{name}.weight" if name.endswith("_codebook") else name] = tensor
@@ -346,13 +351,16 @@ def _read(folder: Path, record: dict[str, Any], config: BlockConfig) -> dict[str
 
 
 def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
-    """Load the block drafter in `folder` for a target.
+    """Load the block drafter in a folder or `.gguf` file for a target.
 
     Its layout is that of DFlash, DSpark, `speculators` or Muse Glimmer's assistant. Raises
     `InvalidInput` for another target's drafter, and for tensors that don't fit the network.
     """
     with named_errors(folder):
-        record = read_json(folder / "config.json")
+        if folder.suffix == ".gguf":
+            record, stored = read_block_file(folder)
+        else:
+            record, stored = read_json(folder / "config.json"), read_tensors(folder)
         config = BlockConfig.of(record, target.size, target.vocab)
         check_layers(config.taps, target.layers)
         refuse_other_target(config.hidden_size, target=target.size)
@@ -365,7 +373,7 @@ def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
             raise InvalidInput("it drafts nothing: block_size and num_hidden_layers are too small")
         with torch.device("meta"):
             network = BlockNetwork(config, target.embedding, target.head)
-        stored, own_head = _read(folder, record, config), config.draft_vocab_size is not None
+        stored, own_head = _renamed(stored, record, config), config.draft_vocab_size is not None
         ignored = {*COPIES, *DERIVED} - ({"lm_head.", "d2t"} if own_head else set())
         state = assemble(network, stored, ignored=ignored)
         if own_head:

@@ -13,7 +13,8 @@ import torch
 
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.feature import TorchPasses
-from quickbeam.drafters.native import NativePacker
+from quickbeam.drafters.folder import embed_scale
+from quickbeam.drafters.native import NativePacker, embedded
 from quickbeam.drafters.shortlist.native import NativeRouter
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.angles import STEP
@@ -154,8 +155,9 @@ class NativeEagle:
         wide = config.join == "attention"
         width = len(config.layers) * config.target_size if committed else d
         states = program.given("states", width)
-        embedding: Any = network.embedding
-        program.embed(embedding.weight.detach(), token)
+        rows = program.buffer(d, True)
+        program.embed(embedded(network.embedding), rows, embed_scale(network.embedding))
+        program.copy(rows, token)
         if committed:
             states = self._norm_states(program, states)
         if committed and wide:

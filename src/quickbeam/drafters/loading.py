@@ -61,17 +61,18 @@ def load_drafter(
     if place.is_dir() and is_assistant(place):
         _refuse_weights(name, weights)
         return load_assistant(place, target)
-    if place.is_dir() and (is_block(place) or is_eagle(place)):
+    block = is_block(place)
+    if block or (place.is_dir() and is_eagle(place)):
         _refuse_weights(name, weights)
         if target.streamed is not None:
             logger.warning("the model's embedding and head are in memory for this drafter, too")
         parts = TargetParts.of(target)
         drafter: Drafter
-        if is_block(place):
+        if block:
             drafter = BlockDrafter(load_block(place, parts), target)
         else:
             drafter = eagle_drafter(load_eagle(place, parts), target)
-        drafter.folder = place
+        drafter.folder = place if place.is_dir() else None
         return drafter
     weights = weights or target.weights
     options: dict[str, Any] = {"progress": progress, "trust_remote_code": trust_remote_code}

@@ -48,6 +48,10 @@ class Metadata:
             raise NotDescribed(f"{self.name}.{key} is {str(value)[:80]}")
         return value
 
+    def note(self, *keys: str) -> None:
+        """Accept keys that are read otherwise, or change nothing."""
+        self._read.update(keys)
+
     def each(self, key: str) -> list[Any]:
         """Return a number for each layer, of an array or of one for all."""
         self._read.add(key)
