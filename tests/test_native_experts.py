@@ -13,7 +13,7 @@ from kernels import SETS, best_set, dependent_rows, every_set, load, number, pla
 from models import tiny
 from quickbeam.models.angles import AngleTable
 from quickbeam.models.compiler import SmallParameters, StackCompiler
-from quickbeam.models.experts import add_experts
+from quickbeam.models.experts import add_experts, scoring
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import FLOAT32, Packer
 from quickbeam.models.opening import make_model
@@ -75,7 +75,7 @@ def by_kernels(isa, of, name):
 
     program, dtype = Program(kernels), torch.float32 if wide else torch.bfloat16
     source, target = program.given("x", INPUTS, wide), program.given("y", INPUTS, True)
-    stack = Stack("", "", (), Norm((), 0.0), of.scoring)
+    stack = Stack("", "", (), Norm((), 0.0), scoring(of))
     read = SmallParameters(numbers.__getitem__, kernels, wide)
     pages, angles = PagePool([], kernels, None, dtype), AngleTable(None, stack)
     compiler = StackCompiler(program, stack, place, read, pages, angles, INPUTS)

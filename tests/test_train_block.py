@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cases import raising, refuses
+from models import tiny
 from quickbeam import LLM, SamplingParams
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.block import BlockDrafter
@@ -23,7 +24,7 @@ from quickbeam.train.block import Blocks, draft, logits, loss_of, new_network, p
 from quickbeam.train.recipes import Plan, Recipe
 from quickbeam.train.router import ranking
 from quickbeam.train.shards import ConversationTokens, Shards, collate, split
-from quickbeam.train.stages import TextStage
+from quickbeam.train.stages import TextStage, block_config
 from quickbeam.train.target import FrozenTarget
 from quickbeam.train.trainer import Trainer
 from quickbeam.tree import TokenTree
@@ -57,6 +58,12 @@ def own_text(target, count, seed=0):
     lengths = torch.randint(10, 30, (count,), generator=generator).tolist()
     cut = [row[:n].int() for row, n in zip(ids, lengths, strict=True)]
     return [ConversationTokens(row, torch.arange(len(row)) >= 3, 0.0) for row in cut]
+
+
+def test_a_drafter_for_gemma_has_its_scale_and_one_kind_of_angles(toy_folder):
+    config = block_config(tiny("gemma3-window"), AutoTokenizer.from_pretrained(toy_folder), SMALL)
+    assert math.isclose(config.embedding_scale, 32**0.5, rel_tol=1e-3)
+    assert BlockConfig.of(config.record(), 32, config.vocab_size) == config
 
 
 @pytest.fixture(scope="module")

@@ -45,10 +45,25 @@ from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8, Packed
 from quickbeam.models.native_model import list_rows
 from quickbeam.models.pages import PagePool
-from quickbeam.models.stack import FeedForward, Layer, Linear, Tensor
+from quickbeam.models.stack import BlockConv, FeedForward, Layer, Linear, Tensor
 from quickbeam.tree import TokenTree
 
 WITHIN = 10.0  # by how much a candidate's logit may be below that of the likeliest token
+
+
+def follow(
+    state: BlockState, places: Sequence[tuple[int, int]], markov: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return the logits `[n, s]` of a state's candidates after n places, by W1 and W2.
+
+    `places`: the depth of each, and its token.
+    """
+    depths, tokens = torch.tensor(places, device=state.scores.device).unbind(-1)
+    ids = tokens, state.tokens
+    before, after = (F.embedding(*one).float() for one in zip(ids, markov, strict=True))
+    if state.gates is not None:
+        before = before * state.gates.index_select(0, depths)
+    return torch.addmm(state.scores.index_select(0, depths), before, after.T)
 
 
 class TorchBlocks(TorchPasses):
@@ -105,12 +120,7 @@ class TorchBlocks(TorchPasses):
 
         `places`: the depth of each, and its token.
         """
-        depths, tokens = torch.tensor(places, device=state.scores.device).unbind(-1)
-        ids = tokens, state.tokens
-        before, after = (F.embedding(*one).float() for one in zip(ids, self._markov, strict=True))
-        if state.gates is not None:
-            before = before * state.gates.index_select(0, depths)
-        return torch.addmm(state.scores.index_select(0, depths), before, after.T)
+        return follow(state, places, self._markov)
 
 
 class NativeBlocks:
@@ -135,6 +145,9 @@ class NativeBlocks:
             layers.append(replace(layer, attention=attention))
             if self.config.gemma:
                 layers[i] = self._of_gemma(reading, layers[i], i)
+            if self.config.conv_taps:
+                convs = self._conv(i, "attention"), self._conv(i, "mlp")
+                layers[i] = replace(layers[i], convs=convs)
         head = Linear((Tensor("model.fc.weight"),))
         scale = self.config.embedding_scale
         stack = replace(described, layers=tuple(layers), head=head, scale=scale)
@@ -185,12 +198,19 @@ class NativeBlocks:
         """See `TorchBlocks.follow`."""
         scores, names, rank = state.scores, state.tokens.data_ptr(), self.config.markov_rank
         at, step, count = scores.data_ptr(), 4 * scores.stride(0), scores.shape[1]
+        if state.gates is not None:
+            return follow(state, places, self._markov)
         logits = torch.empty(len(places), count)
         before, after = [one.data_ptr() for one in self._markov]
         for i, (depth, token) in enumerate(places):
             row, to = before + 2 * rank * token, logits.data_ptr() + 4 * count * i
             self._pack.kernels.follow(at + depth * step, count, names, row, after, rank, to)
         return logits
+
+    def _conv(self, i: int, name: str) -> BlockConv:
+        c, at = self.config, f"model.layers.{i}.{name}_conv"
+        shared = Linear((Tensor(f"{at}.kernel_projection.weight"),))
+        return BlockConv(shared, f"{at}.base_kernel", c.conv_taps, c.conv_group, c.block_size)
 
     def _of_gemma(self, c: Config, layer: Layer, i: int) -> Layer:
         """Return one of Gemma 4's layers for one of Qwen3's."""
@@ -289,7 +309,6 @@ class BlockDrafter(FeatureDrafter):
             (weight,), bias = (proj.get_parameter(name).float() for name in ("weight", "bias"))
             adds = torch.mv(network.markov()[0].float(), weight[size:]) + bias
             self._confidence = weight[:size], array("f", adds.tolist())
-        native = native and not network.config.conv_taps
         kernels = network_kernels(model, network) if native else None
         self.passes: NativeBlocks | TorchBlocks = (
             NativeBlocks(network, kernels, weights) if kernels else TorchBlocks(network, model)

@@ -2,38 +2,62 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from quickbeam.drafters.folder import SIZES, WINDOWED, layer_fields, layer_windows
 from quickbeam.errors import InvalidInput
+from quickbeam.models.families.reading import MOST as LAYERS
 
 SPECULATORS = ("dflash", "dflash2", "dspark")  # `speculators_model_type` of block drafters
 MUSE, GEMMA = "muse_glimmer_assistant", "Gemma4DSparkModel"
 
-NUMBERS = {  # by field of `BlockConfig`: its name in config.json, beside those of `SIZES`
-    "depth": "num_hidden_layers",
-    "block_size": "block_size",
-    "mask_token": "mask_token_id",
+MOST = 1024  # rows of a block, at most
+# by field of `BlockConfig`: its name in config.json, the least and largest number
+NUMBERS = {
+    "depth": ("num_hidden_layers", 1, LAYERS),
+    "block_size": ("block_size", 1, MOST),
+    "mask_token": ("mask_token_id", 0, None),
 }
-OPTIONAL: dict[str, tuple[str, Any]] = {  # the same, with what holds where it is not given
-    "top_k": ("selector_top_k", 0),
-    "conv_taps": ("conv_kernel_size", 0),
-    "conv_group": ("conv_group_size", 0),
+OPTIONAL = {  # the same, 0 where it is not given
+    "markov_rank": ("markov_rank", 0, None),
+    "top_k": ("selector_top_k", 0, None),
+    "conv_taps": ("conv_kernel_size", 0, MOST),
+    "conv_group": ("conv_group_size", 0, None),
+}
+SCALES = {  # by field: its name, and what holds where it is not given
     "embedding_scale": ("input_embedding_scale", 1.0),
     "output_multiplier": ("output_multiplier", 1.0),
     "softcap": ("final_logit_softcapping", 0.0),
 }
-# fields that may have these values alone
+# fields that may have these values alone, and by kind of layer, whether Gemma's
 KNOWN: tuple[tuple[Any, ...], ...] = (
     ("markov_head_type", "vanilla"),
-    ("hidden_act", "silu"),
-    ("hidden_activation", "gelu_pytorch_tanh"),
     ("enable_moe_block", False),
     ("hidden_size_per_layer_input", 0),
     ("projector_type", "dflash", "dflash2", "dspark"),
     ("draft_ffn_type", "dense"),
 )
+ACTIVATIONS = ("hidden_act", "silu"), ("hidden_activation", "gelu_pytorch_tanh")
+
+
+def whole(fields: dict[str, Any], name: str, least: int, most: int | None) -> int:
+    """Return a whole number of a configuration. Raises `InvalidInput` for anything else."""
+    value = fields.get(name)
+    if type(value) is not int or value < least or (most is not None and value > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise InvalidInput(f"its config says {name}: {value!r}; must be a whole number {bounds}")
+    return value
+
+
+def scale(fields: dict[str, Any], name: str, usual: float) -> float:
+    """Return a factor of a configuration, `usual` where it is missing. Raises `InvalidInput`."""
+    value = usual if fields.get(name) is None else fields[name]
+    fits = type(value) in (int, float) and math.isfinite(value) and value >= 0
+    if not fits or (value == 0 and usual):
+        raise InvalidInput(f"its config says {name}: {value!r}; must be a positive number")
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -105,53 +129,72 @@ class BlockConfig:
 
         Raises `InvalidInput` for fields that the network can't represent.
         """
-        fields = _with_other_names(record)
-        for name, *known in KNOWN:
+        named = record.get("architectures") or []
+        names = [str(one) for one in (named if isinstance(named, list) else [named])]
+        fields, gemma = _with_other_names(record, names), GEMMA in names
+        for name, *known in (*KNOWN, ACTIVATIONS[gemma]):
             if (value := fields.get(name)) is not None and value not in known:
                 raise InvalidInput(
                     f"its config says {name}: {value!r}; known: {', '.join(map(str, known))}"
                 )
-        names = " ".join(map(str, record.get("architectures") or ()))
-        of_dspark = fields.get("projector_type") == "dspark" or fields.get("shift_label")
-        from_anchor = bool(of_dspark or "DSpark" in names or "dflash_config" not in record)
-        own_head = fields.get("draft_vocab_size") or None
-        if own_head in (vocab_size, fields.get("vocab_size")):
-            own_head = None
-        numbers: dict[str, Any] = {field: int(fields[name]) for field, name in NUMBERS.items()}
+        from_anchor = fields.get("sample_from_anchor")
+        if from_anchor is None:
+            of_dspark = fields.get("projector_type") == "dspark" or fields.get("shift_label")
+            of_dspark = of_dspark or any("DSpark" in name for name in names)
+            from_anchor = of_dspark or "dflash_config" not in record
+        numbers: dict[str, Any] = {own: whole(fields, *how) for own, how in NUMBERS.items()}
+        for own, how in OPTIONAL.items():
+            numbers[own] = whole(fields, *how) if fields.get(how[0]) is not None else 0
+        if numbers["top_k"]:
+            numbers["markov_rank"] = whole(fields, "selector_rank", 1, None)
+        taps = fields.get("target_layer_ids")
+        if not isinstance(taps, list) or not all(type(one) is int for one in taps):
+            raise InvalidInput(f"its config says target_layer_ids: {taps!r}; must be numbers")
+        vocab = fields.get("draft_vocab_size")
+        if vocab in (None, 0, vocab_size, fields.get("vocab_size")):
+            vocab = None
+        else:
+            whole(fields, "draft_vocab_size", 1, vocab_size)
+        layer, scales = layer_fields(fields), dict[str, Any]()
+        for own, (name, usual) in SCALES.items():
+            scales[own] = scale(fields, name, usual)
+        group = numbers["conv_group"]
+        if numbers["conv_taps"] and (not group or layer["hidden_size"] % group):
+            raise InvalidInput(
+                f"its config says conv_group_size: {group}; must divide the width, "
+                f"{layer['hidden_size']}"
+            )
+        if vocab is not None and numbers["top_k"]:
+            raise InvalidInput("it has a selector and a head of its own, which is not known")
         return BlockConfig(
-            **layer_fields(fields),
+            **layer,
             **numbers,
-            taps=tuple(int(i) + 1 for i in fields["target_layer_ids"]),
+            taps=tuple(one + 1 for one in taps),
             target_size=target_size,
             vocab_size=vocab_size,
-            from_anchor=bool(fields.get("sample_from_anchor", from_anchor)),
+            from_anchor=bool(from_anchor),
             **_attention_fields(fields, numbers["depth"], numbers["block_size"]),
-            markov_rank=int(fields.get("selector_rank") or fields.get("markov_rank") or 0),
             confidence=bool(fields.get("enable_confidence_head")),
-            draft_vocab_size=own_head,
-            gemma=GEMMA in names,
-            values_are_keys=GEMMA in names and bool(fields.get("attention_k_eq_v")),
-            **{
-                own: type(usual)(fields.get(name) or usual)
-                for own, (name, usual) in OPTIONAL.items()
-            },
+            draft_vocab_size=vocab,
+            gemma=gemma,
+            values_are_keys=gemma and bool(fields.get("attention_k_eq_v")),
+            **scales,
         )
 
     def record(self) -> dict[str, Any]:
         """Return the fields that `of` reads."""
         return {
             "architectures": ["Qwen3DSparkModel"],
-            **{key: getattr(self, name) for name, key in (SIZES | NUMBERS).items()},
+            **{key: getattr(self, name) for name, key in SIZES.items()},
+            **{how[0]: getattr(self, own) for own, how in (NUMBERS | OPTIONAL | SCALES).items()},
             "target_layer_ids": [tap - 1 for tap in self.taps],
             "sample_from_anchor": self.from_anchor,
             "causal_head": self.causal,
-            "markov_rank": self.markov_rank,
             "markov_head_type": "vanilla",
             "enable_confidence_head": self.confidence,
             "confidence_head_with_markov": bool(self.markov_rank),
             "draft_vocab_size": self.draft_vocab_size,
             "selector_rank": self.markov_rank if self.top_k else 0,
-            **{name: getattr(self, own) for own, (name, _) in OPTIONAL.items()},
             "rms_norm_eps": self.eps,
             **self.rope,
             **self._window_fields(),
@@ -172,8 +215,10 @@ class BlockConfig:
         return {"layer_types": kinds, "sliding_window": size, "use_sliding_window": True}
 
 
-def _with_other_names(record: dict[str, Any]) -> dict[str, Any]:
+def _with_other_names(record: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """Return a configuration's fields under DSpark's names, those of its parts among them.
+
+    `names`: of its architectures.
 
     In `speculators`, ids of hidden states count the layers before them, and only layers with a
     window may be causal. Muse Glimmer's assistant is a DFlash, whose rows see as far as the window
@@ -185,19 +230,25 @@ def _with_other_names(record: dict[str, Any]) -> dict[str, Any]:
     for name in ("transformer_layer_config", "dflash_config"):
         fields |= record.get(name) or {}
     if (kind := record.get("speculators_model_type")) in SPECULATORS:
-        taps = [i - 1 for i in fields["aux_hidden_state_layer_ids"]]
+        taps: Any = fields.get("aux_hidden_state_layer_ids")
+        if isinstance(taps, list) and all(type(one) is int for one in taps):
+            taps = [one - 1 for one in taps]
         causal = False if fields.get("sliding_window_non_causal") else None
         fields = {"sample_from_anchor": kind == "dspark"} | fields
         return fields | {"target_layer_ids": taps, "is_causal": causal}
     if record.get("model_type") == MUSE:
-        window = fields["sliding_window"] + 1
-        return fields | {"sample_from_anchor": False, "is_causal": False, "sliding_window": window}
-    if GEMMA in (record.get("architectures") or ()):
+        window = whole(fields, "sliding_window", 1, None) + 1
+        kinds = fields.get("layer_types") or [WINDOWED] * whole(fields, *NUMBERS["depth"])
+        fields |= {"sliding_window": window, "layer_types": kinds}
+        return fields | {"sample_from_anchor": False, "is_causal": False}
+    if GEMMA in names:
         of_keys = bool(fields.get("attention_k_eq_v"))
         heads = "num_global_key_value_heads" if of_keys else "num_key_value_heads"
         rope = fields.get("rope_parameters") or {}
-        fields = {"input_embedding_scale": fields["hidden_size"] ** 0.5} | fields
-        fields |= {"head_dim": fields["global_head_dim"], "num_key_value_heads": fields[heads]}
+        if fields.get("input_embedding_scale") is None:
+            fields["input_embedding_scale"] = whole(fields, "hidden_size", 1, None) ** 0.5
+        fields |= {"head_dim": whole(fields, "global_head_dim", 1, None)}
+        fields |= {"num_key_value_heads": whole(fields, heads, 1, None)}
         fields |= {"rope_parameters": rope.get("full_attention", rope) or None}
     return fields
 

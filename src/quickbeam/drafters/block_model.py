@@ -247,9 +247,7 @@ class BlockNetwork(DrafterNetwork):
         inputs[:, 0] = torch.as_tensor(anchors, device=device)
         offsets = torch.arange(config.block_size, device=device)
         places = (torch.as_tensor(positions, device=device)[:, None] + offsets).flatten()
-        x = self.embedding(inputs)
-        if (factor := config.embedding_scale / embed_scale(self.embedding)) != 1:
-            x = x * factor
+        x = self._embedded(inputs)
         for i in range(config.depth):
             layer = self._layer(i)
 
@@ -260,6 +258,15 @@ class BlockNetwork(DrafterNetwork):
 
             x = layer(x, mixed)
         return self.norm(x)  # type: ignore[no-any-return]
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the target's embedding, as they are stored, times the scale."""
+        weight, scale = getattr(self.embedding, "weight", None), self.config.embedding_scale
+        if isinstance(weight, torch.Tensor):
+            rows = F.embedding(tokens, weight)
+        else:
+            rows, scale = self.embedding(tokens), scale / embed_scale(self.embedding)
+        return rows if scale == 1 else rows * scale
 
     def markov(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return W1 and W2, `[vocab, r]` each; r is 0 without a Markov head and a selector.
@@ -286,7 +293,7 @@ class BlockNetwork(DrafterNetwork):
     def bias(self, previous: torch.Tensor) -> torch.Tensor | None:
         """Return what the tokens before, `[n]`, add to U of all tokens: `[n, vocab]`.
 
-        Returns None without a Markov head.
+        Returns None without a Markov head. What a selector adds depends on the rows, too.
         """
         if not self.config.markov_rank or self.config.top_k:
             return None
@@ -301,7 +308,7 @@ class BlockNetwork(DrafterNetwork):
         if not self.config.confidence:
             return None
         if self.config.markov_rank:
-            rows = torch.cat([rows, self.markov_head["markov_w1"](previous)], -1)
+            rows = torch.cat([rows, F.embedding(previous, self.markov()[0])], -1)
         head: Any = self.confidence_head
         return head["proj"](rows)[..., 0]  # type: ignore[no-any-return]
 
@@ -337,12 +344,13 @@ def _renamed(
     stored = dict[str, torch.Tensor]()
     for name, tensor in tensors.items():
         for old, new in RENAMED:
-            name = name.replace(old, new)
+            name = new + name.removeprefix(old) if name.startswith(old) else name
         stored[f"{name}.weight" if name.endswith("_codebook") else name] = tensor
     name = "confidence_head.proj.weight"
     if name in stored and stored[name].shape[-1] == config.hidden_size:
         stored[name] = F.pad(stored[name], (0, config.markov_rank))
-    if False in (record.get("rope_is_neox_style"), record.get("is_neox_style")):
+    given = record | (record.get("dflash_config") or {})
+    if any(given.get(name) is False for name in ("rope_is_neox_style", "is_neox_style")):
         for name in [one for one in stored if one.endswith(TURNED)]:
             tensor, half = stored[name], config.head_dim // 2
             pairs = tensor.reshape(-1, half, 2, *tensor.shape[1:]).transpose(1, 2)
@@ -369,8 +377,8 @@ def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
                 f"its mask_token_id is {config.mask_token}, the target has {target.vocab} tokens: "
                 "it was made for another model"
             )
-        if config.drafted < 1 or config.depth < 1:
-            raise InvalidInput("it drafts nothing: block_size and num_hidden_layers are too small")
+        if config.drafted < 1:
+            raise InvalidInput("it drafts nothing: block_size is too small")
         with torch.device("meta"):
             network = BlockNetwork(config, target.embedding, target.head)
         stored, own_head = _renamed(stored, record, config), config.draft_vocab_size is not None
@@ -381,5 +389,5 @@ def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
             require_distinct(
                 tokens, target.vocab, "its head (d2t), which was made for another model,"
             )
-    network.load_state_dict(state, assign=True)
+        network.load_state_dict(state, assign=True)
     return network.requires_grad_(False)

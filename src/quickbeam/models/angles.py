@@ -129,7 +129,7 @@ class AngleTable:
     """
 
     def __init__(self, config: Any, stack: Stack) -> None:
-        self._scale = stack.query_scale
+        self._scale = next((one.query_scale for one in stack.attentions), None)
         rotated = [one for one in stack.attentions if one.rotary is not None]
         halves = {one.rotary: one.rotary_dim // 2 for one in rotated if one.rotary is not None}
         self.columns, self.end = dict[Rotary, int](), 0

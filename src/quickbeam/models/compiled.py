@@ -192,7 +192,6 @@ class CompiledStack:
         )
         last = len(stack.layers) + 1
         hidden = program.given("hidden", len(self.watched) * width, self._float32)
-        columns = {layer: i * width for i, layer in enumerate(self.watched)}
         self._embed(program, c.x)
         if stack.embedding_norm is not None:
             c.norm(stack.embedding_norm, c.x, c.x)
@@ -205,10 +204,12 @@ class CompiledStack:
                 kept.progress(stage, i / len(stack.layers))
             add_layer(c, layer, i)
             parameters.release(stack.inside, i)
-            if i + 1 in columns:
-                program.copy(c.x, hidden, column=columns[i + 1])
-        if last in columns:
-            c.norm(stack.norm, c.x, hidden, column=columns[last])
+            for k, watched in enumerate(self.watched):
+                if watched == i + 1:
+                    program.copy(c.x, hidden, column=k * width)
+        for k, watched in enumerate(self.watched):
+            if watched == last:
+                c.norm(stack.norm, c.x, hidden, column=k * width)
         c.norm(stack.norm, c.x, c.normed, gather=True)
         self._project(program, c.normed)
         if c.recurrences:  # how a state follows from another

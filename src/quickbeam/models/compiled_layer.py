@@ -34,19 +34,21 @@ def _mix(c: StackCompiler, layer: Layer, i: int) -> None:
     if layer.parallel and layer.feed_forward_before is not None:
         c.norm(layer.feed_forward_before, c.x, c.beside)
     if attention is not None:
-        c.add(attention.out, _attend(c, attention, i), after, layer.residual * attention.factor)
+        conv = None if layer.convs is None else layer.convs[0]
+        attended = _attend(c, attention, i, c.convolved(conv, c.normed))
+        c.add(attention.out, attended, after, layer.residual * attention.factor, conv)
     if recurrent is not None:
         c.add(recurrent.out, add_recurrent(c, recurrent), after, layer.residual * recurrent.factor)
 
 
-def _attend(c: StackCompiler, of: Attention, i: int) -> Buffer:
-    """Add a layer's attention up to its last product, and return what that reads."""
+def _attend(c: StackCompiler, of: Attention, i: int, source: Buffer) -> Buffer:
+    """Add a layer's attention to a source up to its last product, and return what that reads."""
     i = i if of.source is None else of.source
     shape, offset = c.pages.shapes[i], c.pages.offsets[i]
     qkv = c.buffer("qkv", c.packed(of.qkv).outputs, True)
     query = c.buffer("query", of.heads * of.head_dim)
     attended = c.buffer("attended", of.heads * of.value_dim)
-    c.product(of.qkv, c.normed, qkv)
+    c.product(of.qkv, source, qkv)
     if of.latent is not None:
         _latent(c, of, of.latent, qkv, query, shape, offset)
     else:
@@ -156,12 +158,14 @@ def _feed(c: StackCompiler, layer: Layer) -> None:
         else:
             c.norm(after, c.made, c.x, add=factor)
         return
+    conv = None if layer.convs is None else layer.convs[1]
+    source = c.convolved(conv, source)
     inner = c.buffer("inner", c.packed(of.down).inputs)
     epilogue = library.GATED if of.gated else library.ACTIVATE
     how = {"activation": of.activation, "scaling": of.gate_scale}
     c.product(of.up, source, inner, epilogue, **how)
     if layer.parallel_experts is None or after is None:
-        c.add(of.down, inner, after, factor * of.factor)
+        c.add(of.down, inner, after, factor * of.factor, conv)
         return
     c.product(of.down, inner, c.made)
     c.norm(after, add_parallel_experts(c, layer.parallel_experts), c.x, add=factor)

@@ -13,7 +13,7 @@ from quickbeam.models.native.library import Kernels, Recurrence
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, Packed, Packer
 from quickbeam.models.pages import PagePool
-from quickbeam.models.stack import Linear, Norm, Stack
+from quickbeam.models.stack import BlockConv, Linear, Norm, Stack
 from quickbeam.models.stack_tensors import norm_weight, rows_of
 
 Parameter = Callable[[str], torch.Tensor]
@@ -98,9 +98,50 @@ class StackCompiler:
         """Add a product. `how`, `more`: the epilogue and what else `Program.linear` takes."""
         self.program.linear(self.packed(of), source, target, *how, **more)
 
-    def add(self, of: Linear, source: Buffer, after: Norm | None, factor: float) -> None:
-        """Add a product times `factor`, behind a norm if there is one, to the residual stream."""
-        if after is None:
+    def convolved(self, conv: BlockConv | None, source: Buffer) -> Buffer:
+        """Return what a sublayer reads of normed rows: behind a convolution if there is one."""
+        if conv is None:
+            return source
+        shared = self.buffer("shared", self.packed(conv.shared).outputs, True)
+        self.product(conv.shared, source, shared)
+        target = self.buffer("convolved", source.width)
+        self._convolve(conv, 0, source, target)
+        return target
+
+    def _convolve(self, conv: BlockConv, which: int, source: Buffer, target: Buffer) -> None:
+        base = self.parameters(conv.base).view(2, conv.taps, -1)[which]
+        shared = self.buffer("shared", self.packed(conv.shared).outputs, True)
+        self.program.add(
+            library.CONVOLVE,
+            source,
+            target,
+            key=shared,
+            key_stride=shared.width,
+            key_head=which * conv.taps * (source.width // conv.group),
+            weight=base,
+            inputs=source.width,
+            heads=conv.taps,
+            kv_heads=conv.group,
+            outputs=conv.block,
+            epilogue=library.ADD if which == 1 else library.STORE,
+        )
+
+    def add(
+        self,
+        of: Linear,
+        source: Buffer,
+        after: Norm | None,
+        factor: float,
+        conv: BlockConv | None = None,
+    ) -> None:
+        """Add a product times `factor`, behind a norm if there is one, to the residual stream.
+
+        `conv`: the product's convolution.
+        """
+        if conv is not None:
+            self.product(of, source, self.made)
+            self._convolve(conv, 1, self.made, self.x)
+        elif after is None:
             self.product(of, source, self.x, library.ADD, scaling=factor)
         else:
             self.product(of, source, self.made)

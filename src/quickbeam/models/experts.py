@@ -11,13 +11,21 @@ from quickbeam.models.compiler import StackCompiler
 from quickbeam.models.native import library
 from quickbeam.models.native.program import Buffer
 from quickbeam.models.native.quantised import Weight
-from quickbeam.models.stack import Experts, ParallelExperts, PerLayerInput, PerLayerInputs
+from quickbeam.models.stack import Experts, Linear, ParallelExperts, PerLayerInput, PerLayerInputs
 
 # fields that `Routing` and the kernels' structure `Experts` have alike
 ROUTING_FIELDS = (
     *("top", "groups", "top_groups", "best_of_group", "renormalised"),
     *("plus", "least", "factor", "jitter"),
 )
+
+
+def scoring(of: Experts) -> Linear:
+    """Return the logits of the chosen ones, then that of the shared one's weight if it has one."""
+    logits, gate = of.routing.logits, of.shared_gate
+    if gate is None:
+        return logits
+    return Linear((*logits.weights, *gate.weights), (*logits.biases, *gate.biases))
 
 
 def add_experts(
@@ -53,9 +61,9 @@ def add_experts(
     )
     c.kept += [table, packed]
     c.experts.append((struct, up.data.nbytes + down.data.nbytes))
-    scoring, first = c.parameters.exact(of.scoring), of.chosen[0]
-    scores = c.buffer("scores", scoring.outputs, True)
-    c.program.linear(scoring, source if router is None else router, scores)
+    exact, first = c.parameters.exact(scoring(of)), of.chosen[0]
+    scores = c.buffer("scores", exact.outputs, True)
+    c.program.linear(exact, source if router is None else router, scores)
     c.program.add(
         library.EXPERTS,
         source,

@@ -1,8 +1,7 @@
-"""An architecture as data.
+"""An architecture as data: what a model computes, and where its tensors are.
 
-A `Stack` says what a causal language model computes: where its tensors are, and in which order they
-are used. `families` make it from a model's configuration, `compiled.py` makes a program of kernels
-from it, and `tests/interpreter.py` runs it in plain PyTorch.
+`families` make a `Stack` from a configuration, `compiled.py` makes a program of kernels from it,
+and `tests/interpreter.py` runs it in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -283,14 +282,6 @@ class Experts:
         """The chosen ones, then the shared one if there is one."""
         return self.chosen if self.shared is None else (*self.chosen, self.shared)
 
-    @property
-    def scoring(self) -> Linear:
-        """The logits of the chosen ones, then that of the shared one's weight if it has one."""
-        logits, gate = self.routing.logits, self.shared_gate
-        if gate is None:
-            return logits
-        return Linear((*logits.weights, *gate.weights), (*logits.biases, *gate.biases))
-
 
 @dataclass(frozen=True)
 class ParallelExperts:
@@ -335,14 +326,29 @@ class PerLayerInputs:
 
 
 @dataclass(frozen=True)
+class BlockConv:
+    """Causal convolutions of what a sublayer reads, and of what it makes (DFlash2).
+
+    They are of a row and the `taps` - 1 before it, in blocks of `block` rows. Their coefficients
+    are `base` `[2, taps, d]` plus those that `shared` makes for `group` columns each.
+    """
+
+    shared: Linear
+    base: Name
+    taps: int
+    group: int
+    block: int
+
+
+@dataclass(frozen=True)
 class Layer:
     """Attention and feed-forward, each added to the residual stream times `residual`.
 
     `recurrent`: what stands in the attention's place, or beside it and reads the same. A layer may
     lack what mixes tokens, or a feed-forward. Norms `before` stand before them, norms `after`
     before they are added. `parallel`: the feed-forward reads what the attention read, and without a
-    norm of its own the attention's. `parallel_experts`: those beside the feed-forward. Behind both
-    comes `per_layer`. In the end, the stream is taken times `scalar`, a parameter of one number.
+    norm of its own the attention's. `parallel_experts`: those beside the feed-forward. `convs` are
+    around both, without norms `after`. Then come `per_layer`, and a factor of the stream, `scalar`.
     """
 
     attention: Attention | None
@@ -357,6 +363,7 @@ class Layer:
     parallel_experts: ParallelExperts | None = None
     per_layer: PerLayerInput | None = None
     scalar: Name | None = None
+    convs: tuple[BlockConv, BlockConv] | None = None
 
 
 @dataclass(frozen=True)
@@ -391,8 +398,3 @@ class Stack:
     def recurrents(self) -> list[Recurrent]:
         """Return what is recurrent, of all layers that have such."""
         return [layer.recurrent for layer in self.layers if layer.recurrent is not None]
-
-    @property
-    def query_scale(self) -> QueryScale | None:
-        """Return the queries' factor by position; all layers that have one have the same."""
-        return next((attention.query_scale for attention in self.attentions), None)

@@ -40,6 +40,7 @@ def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
         if layer.recurrent is not None:
             yield layer.recurrent.into, False
             yield layer.recurrent.out, False
+        yield from ((conv.shared, False) for conv in layer.convs or ())
         for one in feed_forwards(layer):
             yield one.up, one.gated
             yield one.down, False

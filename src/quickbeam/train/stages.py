@@ -119,7 +119,7 @@ def block_config(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> Bloc
     count, vocab = config.num_hidden_layers, len(model.get_output_embeddings().weight)
     rope = {"max_position_embeddings": config.max_position_embeddings}
     if parameters := getattr(config, "rope_parameters", None):
-        rope["rope_parameters"] = dict(parameters)
+        rope["rope_parameters"] = dict(parameters.get("full_attention", parameters))
     named, heads = len(tokenizer), config.num_attention_heads
     special = [i for i in tokenizer.added_tokens_decoder if i < vocab]
     return BlockConfig(
@@ -166,12 +166,13 @@ class BlockStage:
             if differing := [
                 f"{name} {getattr(network.config, name)} instead of {one}"
                 for name, one in vars(config).items()
-                if getattr(network.config, name) != one
+                if name != "embedding_scale" and getattr(network.config, name) != one
             ]:
                 raise InvalidInput(
                     f"--start {plan.start}: of another shape ({', '.join(differing)}): give its "
                     "--depth, --block and --rank"
                 )
+            network.config = config
         total = max(1, int(plan.tokens * plan.recipe.epochs))
         trained = plan.start is not None
         self.trainer = Trainer(

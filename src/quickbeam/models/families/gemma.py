@@ -106,13 +106,14 @@ def muse_glimmer(c: Config) -> Stack:
             qkv=tensors(*(f"{at}.{name}_proj" for name in ("q", "k", "v", "gate"))),
             norms=(unweighted, unweighted),
             gated=True,
-            scaling=dim**-0.5 * c.qk_scale_factor,
-            rotary=Rotary() if c.layer_rope_theta[i] else None,
+            scaling=dim**-0.5 * float(c.qk_scale_factor),
+            rotary=Rotary() if float(c.layer_rope_theta[i]) else None,
         )
         return layer_of(c, i, mixer, gated(c, i, act=c.hidden_activation), AROUND, norm)
 
-    of_logits = {"head_scale": c.output_multiplier, "softcap": c.final_logit_softcapping}
-    return decoder(c, layer, embedding_norm=unweighted, **of_logits)
+    of_logits = float(c.output_multiplier), float(c.final_logit_softcapping)
+    how = {"head_scale": of_logits[0], "softcap": of_logits[1]}
+    return decoder(c, layer, embedding_norm=unweighted, **how)
 
 
 def gemma4(c: Config) -> Stack:

@@ -24,7 +24,7 @@
 
 namespace qb {
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT, REORDER };
+enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT, REORDER, CONVOLVE };
 enum Epilogue : int32_t { STORE, ADD, GATED, ACTIVATE, BEST };
 
 // One operation. Buffers are numbers into the caller's table, -1 for none. Strides, offsets and sizes are in numbers, not bytes.
@@ -101,6 +101,7 @@ class Worker {
         case RECUR: recur(op); break;
         case GATE: gate(op); break;
         case REORDER: reorder(op); break;
+        case CONVOLVE: convolve_blocks(op); break;
       }
       wait_for_all();
     }
@@ -244,6 +245,25 @@ class Worker {
       const bf16* from = at<bf16>(op.source) + r * op.source_stride + op.source_offset;
       bf16* to = at<bf16>(op.target) + r * op.target_stride;
       for (int64_t i = 0; i < op.inputs; ++i) to[i] = from[order[i]];
+    }
+  }
+
+  // target = a causal convolution of the rows of blocks of `outputs` rows, or with ADD added: of the last `heads` rows, by `weight` [heads][inputs]
+  // plus coefficients in `key` [heads][inputs / kv_heads], each of `kv_heads` columns.
+  void convolve_blocks(const Op& op) {
+    const int64_t n = op.inputs, groups = n / op.kv_heads;
+    const float* base = static_cast<const float*>(op.weight);
+    for (int64_t r = low(batch_.rows); r < high(batch_.rows); ++r) {
+      const float* shared = at<float>(op.key) + r * op.key_stride + op.key_head;
+      const int64_t taps = std::min(op.heads, r % op.outputs + 1), to = r * op.target_stride + op.target_offset;
+      for (int64_t i = 0; i < n; ++i) {
+        float x = 0;
+        for (int64_t t = 0; t < taps; ++t)
+          x += (base[t * n + i] + shared[t * groups + i / op.kv_heads]) * number(op, call_.buffer[op.source], (r - t) * op.source_stride + op.source_offset + i);
+        if (op.epilogue == ADD) at<float>(op.target)[to + i] += x;
+        else if (op.target_float) at<float>(op.target)[to + i] = x;
+        else at<bf16>(op.target)[to + i] = narrow(x);
+      }
     }
   }
 
@@ -606,7 +626,7 @@ class Worker {
 #endif
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-QB_API int64_t qb_version() { return 24; }
+QB_API int64_t qb_version() { return 25; }
 QB_API int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 QB_API int64_t qb_page() { return qb::PAGE; }
 
