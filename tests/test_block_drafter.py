@@ -13,14 +13,12 @@ import torch
 import torch.nn.functional as F
 from transformers import (
     AutoConfig,
-    Qwen3Config,
-    Qwen3Model,
 )
 
 from answers import answer
 from cases import refuses, spread
 from drafters import DRAFTED
-from features import Pair, attended, causal, grown, held, normed, page_size, rotated, rounds, words
+from features import Pair, attended, grown, held, normed, page_size, rotated, rounds, words
 from kernels import best_set, every_set, load
 from models import VOCAB, spread_out, tiny
 from quickbeam import LLM
@@ -178,22 +176,6 @@ def toys():
 @pytest.mark.parametrize("kind", KINDS)
 def test_distributions_are_those_of_the_equations(toys, kind):
     assert max(toys[kind].distances((8, 1), 4)) < 1e-4
-
-
-def test_a_causal_block_without_a_context_is_qwen3s(toys):
-    c, network = toys["causal"].config, toys["causal"].network
-    sizes = dict(hidden_size=D, intermediate_size=c.intermediate_size, head_dim=c.head_dim)
-    heads = dict(num_attention_heads=c.heads, num_key_value_heads=c.kv_heads)
-    sizes |= dict(num_hidden_layers=c.depth, rms_norm_eps=c.eps, rope_theta=10000.0)
-    theirs = Qwen3Model(Qwen3Config(vocab_size=VOCAB, **sizes, **heads)).eval()
-    own = ("fc.", "hidden_norm.", "markov_head.")
-    state = {k: v for k, v in network.state_dict().items() if not k.startswith(own)}
-    embedding = toys["causal"].model.get_input_embeddings().weight
-    theirs.load_state_dict({**state, "embed_tokens.weight": embedding})
-    with torch.no_grad():
-        expected = theirs(torch.tensor([[11, MASK, MASK, MASK]])).last_hidden_state[0]
-        hidden = network([11], [0], lambda i, *rows: causal(*rows))[0]
-    torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "name"), spread(list(KINDS), list(DRAFTED)))

@@ -1,6 +1,7 @@
 """Every operation of the native kernels against its plain reference, on every instruction set that
 the machine runs."""
 
+import itertools
 import random
 from contextlib import nullcontext
 from functools import partial
@@ -494,3 +495,27 @@ def test_layer_norms(isa, add):
     program.run(plain_rows(7), {"x": x, "y": y})
     right = torch.nn.functional.layer_norm(x.double(), (45,), weight.double(), bias.double(), 1e-5)
     assert (y - (right if add is None else 1 + add * right)).abs().max() < 3e-6
+
+
+@every_set
+@pytest.mark.parametrize(("taps", "group", "add"), [(2, 5, False), (3, 1, True), (6, 20, True)])
+def test_rows_of_a_block_are_convolved_with_those_before_them(isa, taps, group, add):
+    kernels, (blocks, size, width) = load(isa), (3, 4, 20)
+    x = number(blocks * size, width, like=torch.float32 if add else torch.bfloat16, seed=1)
+    base, own = number(taps, width, like=torch.float32), 2 * taps * width // group
+    shared = number(blocks * size, own, like=torch.float32, seed=2)
+    found = number(blocks * size, width, like=x.dtype, seed=3)
+    coefficients = shared[:, own // 2 :].unflatten(-1, (taps, -1)).repeat_interleave(group, -1)
+    right = found.double() * add
+    for row, behind in itertools.product(range(blocks * size), range(taps)):
+        if behind <= row % size:
+            by = (base[behind] + coefficients[row, behind]).double()
+            right[row] += by * x[row - behind].double()
+    program = Program(kernels)
+    given = [program.given(*one) for one in (("x", width, add), ("y", width, add))]
+    key = program.given("shared", own, True)
+    how = dict(key=key, key_stride=own, key_head=own // 2, weight=base, inputs=width, heads=taps)
+    how |= dict(kv_heads=group, outputs=size, epilogue=library.ADD if add else library.STORE)
+    program.add(library.CONVOLVE, *given, **how)
+    program.run(plain_rows(blocks * size), {"x": x, "y": found, "shared": shared})
+    within(found, right, 20 * SINGLE * right.abs() + 1e-5)
