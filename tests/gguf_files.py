@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedModel
 
 from models import table, tiny
-from quickbeam.drafters.block_gguf import ARCHITECTURE, IN_LAYER, MODULES
+from quickbeam.drafters.block_files import ARCHITECTURE, IN_LAYER, MODULES
 from quickbeam.models.gguf.architecture import INTERLEAVED, INTERLEAVED_EXPERTS
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 288}

@@ -22,6 +22,7 @@ from features import Pair, attended, grown, held, normed, page_size, rotated, ro
 from kernels import best_set, every_set, load
 from models import VOCAB, spread_out, tiny
 from quickbeam import LLM
+from quickbeam.drafters import block
 from quickbeam.drafters.block import BlockDrafter, NativeBlocks, TorchBlocks
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_model import BlockNetwork
@@ -46,6 +47,7 @@ KINDS = {
     "scaled": replace(DSPARK, embedding_scale=1.5, output_multiplier=0.625, softcap=3.0),
     "gemma": replace(DSPARK, gemma=True, embedding_scale=D**0.5, softcap=5.0),
     "gemma keys": replace(DSPARK, gemma=True, values_are_keys=True, markov_rank=0),
+    "own mask": replace(DSPARK, own_mask=True, embedding_scale=1.5),
     "selector": replace(DSPARK, top_k=40),
     "dflash2": replace(DSPARK, from_anchor=False, top_k=40, conv_taps=2, conv_group=4),
     "windows": replace(DSPARK, causal=None, windows=(3, None)),
@@ -72,6 +74,8 @@ class Toy(Pair):
         for name, scalar in self.network.named_buffers():
             if "scalar" in name:
                 scalar.fill_(0.7)
+            elif "mask" in name:
+                scalar.normal_()
         if config.draft_vocab_size:
             listed = torch.randperm(VOCAB)[: config.draft_vocab_size].sort().values
             self.network.d2t.copy_(listed - torch.arange(len(listed)))
@@ -89,6 +93,8 @@ class Toy(Pair):
         taps = torch.cat(self.taps(ids[:-1], c.taps), -1)
         context = norm("hidden_norm", taps @ weight["fc.weight"].T)
         x = self.model.get_input_embeddings()(torch.tensor([ids[-1], *[MASK] * (size - 1)]))
+        if c.own_mask:
+            x = torch.cat([x[:1], weight["mask_embedding"].expand(size - 1, -1)])
         x = x * c.embedding_scale
 
         def convolve(name, which, h, by):
@@ -314,8 +320,9 @@ def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(isa, kin
 
 @best_set
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_the_same_with_both_and_calls_together_with_calls_alone(isa, kind):
+def test_answers_are_the_same_with_both_and_calls_together_with_calls_alone(isa, kind, monkeypatch):
     load(isa)
+    monkeypatch.setattr(block, "SEQUENCES", 2)
     rng, answers = random.Random(kind), list[list[int]]()
     prompt = words(rng, 9)
     params = SamplingParams(max_tokens=25, temperature=0.7, seed=1, ignore_eos=True)

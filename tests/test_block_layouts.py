@@ -22,7 +22,8 @@ from quickbeam import LLM
 from quickbeam.drafters import folder
 from quickbeam.drafters.block import BlockDrafter, NativeBlocks, TorchBlocks
 from quickbeam.drafters.block_config import BlockConfig
-from quickbeam.drafters.block_model import TURNED, BlockNetwork, is_block, load_block
+from quickbeam.drafters.block_files import TURNED, is_block, load_block
+from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.vocabulary import make_shortlist
 from quickbeam.errors import InvalidInput
@@ -157,6 +158,14 @@ def test_the_layouts_of_dflash2_and_liquidai_are_read(toys, tmp_path):
     for name in ("sample_from_anchor", "causal_head"):
         del record[name]
     (tmp_path / "config.json").write_text(json.dumps(record | nested))
+    torch.save(
+        {"mask_token_id": MASK, "embedding": torch.arange(D)}, tmp_path / "mask_embedding.pt"
+    )
+    given = read(tmp_path)
+    assert given.config.own_mask and given.mask_embedding.tolist() == [*range(D)]
+    (tmp_path / "mask_embedding.pt").write_bytes(b"no")
+    refuses("can't be used", read, tmp_path)
+    (tmp_path / "mask_embedding.pt").unlink()
     state = toys["dspark"].network.state_dict()
     order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of a head's dimensions, in turn
     turned = {name: one for name, one in state.items() if name.endswith(TURNED)}

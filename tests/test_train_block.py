@@ -14,7 +14,8 @@ from quickbeam import LLM, SamplingParams
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_config import BlockConfig
-from quickbeam.drafters.block_model import BlockNetwork, load_block
+from quickbeam.drafters.block_files import load_block
+from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import QuickbeamError

@@ -28,7 +28,6 @@ from quickbeam.drafters.native import (
     CompiledDrafter,
     DrafterParameters,
     NativePacker,
-    embedded,
     network_kernels,
 )
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
@@ -48,6 +47,7 @@ from quickbeam.models.pages import PagePool
 from quickbeam.models.stack import BlockConv, FeedForward, Layer, Linear, Tensor
 from quickbeam.tree import TokenTree
 
+SEQUENCES = 256  # the most of a native pass
 WITHIN = 10.0  # by how much a candidate's logit may be below that of the likeliest token
 
 
@@ -131,7 +131,10 @@ class NativeBlocks:
     """
 
     def __init__(self, network: BlockNetwork, kernels: Kernels, name: str | None) -> None:
-        self.config, self._head = network.config, network.head
+        self.config, self._head, self._embedded = network.config, network.head, network.embedded
+        # what rows read: the mask's, then the anchors'
+        self._inputs = torch.zeros(1 + SEQUENCES, self.config.hidden_size, dtype=torch.bfloat16)
+        self._inputs[0] = network.mask()
         self._pack, self._markov = NativePacker(kernels, name), network.markov()
         fields = {"rope_parameters": rope_parameters(self.config.rope), "attention_bias": False}
         config: Any = ModelConfig(self.config.record() | fields | {"hidden_act": "silu"})
@@ -149,11 +152,10 @@ class NativeBlocks:
                 convs = self._conv(i, "attention"), self._conv(i, "mlp")
                 layers[i] = replace(layers[i], convs=convs)
         head = Linear((Tensor("model.fc.weight"),))
-        scale = self.config.embedding_scale
-        stack = replace(described, layers=tuple(layers), head=head, scale=scale)
+        stack = replace(described, layers=tuple(layers), head=head)
         own = {f"model.{name}": one for name, one in network.state_dict().items()}
         finite = all(bool(one.isfinite().all()) for one in own.values())
-        given = own | {stack.embedding: embedded(network.embedding)}
+        given = own | {stack.embedding: self._inputs}
         parameters = DrafterParameters(config, torch.bfloat16, given)
         self.pool = PagePool(kv_shapes(stack), kernels)
         weights = name or (INT8 if finite else BFLOAT16)
@@ -173,13 +175,17 @@ class NativeBlocks:
 
     def run(self, caches: Sequence[Any], anchors: Sequence[int]) -> torch.Tensor:
         """See `TorchBlocks.run`."""
+        if len(caches) > SEQUENCES:
+            parts = (slice(SEQUENCES), slice(SEQUENCES, None))
+            return torch.cat([self.run(caches[part], anchors[part]) for part in parts])
         config, size, listed = self.config, self.config.block_size, RowList()
-        for cache, anchor in zip(caches, anchors, strict=True):
+        self._inputs[1 : 1 + len(anchors)] = self._embedded(torch.tensor(anchors))
+        for i, cache in enumerate(caches):
             first = cache.length
             cache.reserve(first + size)
             places = range(first, first + size)
             seen = range(first + 1, first + size + 1)  # in a bidirectional layer all of the block
-            tokens = [anchor, *[config.mask_token] * (size - 1)]
+            tokens = [1 + i, *[0] * (size - 1)]
             listed.add(cache.table, tokens, places, places, seen, [()] * size, ())
         self._compiled(listed)
         return self._compiled.hidden.view(len(caches), size, -1)[:, size - config.drafted :]

@@ -82,6 +82,7 @@ class BlockConfig:
       the head's logits, which are then bent to stay below `softcap`, if it isn't 0.
     - `gemma`: layers are Gemma 4's, with norms around both sublayers and values that are normed;
       with `values_are_keys` these are what keys are made of.
+    - `own_mask`: the mask's embedding is its own, not the target's.
     - `rope`: further fields of a Llama configuration that shape the rotary angles.
     """
 
@@ -110,6 +111,7 @@ class BlockConfig:
     softcap: float = 0.0
     gemma: bool = False
     values_are_keys: bool = False
+    own_mask: bool = False
     eps: float = 1e-6
     rope: dict[str, Any] = field(default_factory=dict)
 
@@ -178,6 +180,7 @@ class BlockConfig:
             draft_vocab_size=vocab,
             gemma=gemma,
             values_are_keys=gemma and bool(fields.get("attention_k_eq_v")),
+            own_mask=fields.get("own_mask_embedding") is True,
             **scales,
         )
 
@@ -194,6 +197,7 @@ class BlockConfig:
             "enable_confidence_head": self.confidence,
             "confidence_head_with_markov": bool(self.markov_rank),
             "draft_vocab_size": self.draft_vocab_size,
+            "own_mask_embedding": self.own_mask,
             "selector_rank": self.markov_rank if self.top_k else 0,
             "rms_norm_eps": self.eps,
             **self.rope,

@@ -30,32 +30,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.drafters.block_config import SPECULATORS, BlockConfig
-from quickbeam.drafters.block_gguf import is_block_file, read_block_file
+from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.eagle_model import DrafterNetwork, RMSNorm
 from quickbeam.drafters.folder import (
-    TargetParts,
-    assemble,
     embed_scale,
-    named_errors,
-    read_tensors,
-    refuse_other_target,
     write_folder,
 )
-from quickbeam.drafters.shortlist.layout import require_distinct
-from quickbeam.errors import InvalidInput
-from quickbeam.models.base import check_layers
-from quickbeam.models.checkpoint import read_json
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's number, `query` `[n, heads, head_dim]`, and `key` and `value` `[n, kv_heads,
 head_dim]` of the blocks' rows, one block after the other, to `[n, heads * head_dim]`."""
-
-TURNED = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "q_norm", "k_norm"))
-RENAMED = (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."))  # Muse Glimmer's
-# tensors that are not read: copies of the target's own, and what follows from others
-COPIES = ("embed_tokens.", "lm_head.")
-DERIVED = ("d2t", "rotary_emb.", "t2d", "verifier_lm_head.", "verifier_norm.")
 
 
 class BlockConv(nn.Module):
@@ -185,6 +169,8 @@ class BlockNetwork(DrafterNetwork):
         self.hidden_norm, self.norm = RMSNorm(d, config.eps), RMSNorm(d, config.eps)
         kind = GemmaBlockLayer if config.gemma else BlockLayer
         self.layers = nn.ModuleList(kind(config) for _ in range(config.depth))
+        if config.own_mask:
+            self.register_buffer("mask_embedding", torch.zeros(d))
         scored = config.draft_vocab_size or config.vocab_size
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(d, scored, bias=False)
@@ -243,11 +229,11 @@ class BlockNetwork(DrafterNetwork):
         committed tokens before their anchor, and one another, as `BlockConfig.attention` says.
         """
         config, device = self.config, self.fc.weight.device
-        inputs = torch.full((len(anchors), config.block_size), config.mask_token, device=device)
-        inputs[:, 0] = torch.as_tensor(anchors, device=device)
+        count = len(anchors)
         offsets = torch.arange(config.block_size, device=device)
         places = (torch.as_tensor(positions, device=device)[:, None] + offsets).flatten()
-        x = self._embedded(inputs)
+        masks = self.mask().expand(count, config.block_size - 1, -1)
+        x = torch.cat([self.embedded(torch.as_tensor(anchors, device=device))[:, None], masks], 1)
         for i in range(config.depth):
             layer = self._layer(i)
 
@@ -259,14 +245,22 @@ class BlockNetwork(DrafterNetwork):
             x = layer(x, mixed)
         return self.norm(x)  # type: ignore[no-any-return]
 
-    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+    def mask(self) -> torch.Tensor:
+        """Return the input of all rows but the anchor's, `[d]`."""
+        if self.config.own_mask:
+            scale: float = self.config.embedding_scale
+            return self.get_buffer("mask_embedding") * scale
+        return self.embedded(torch.tensor(self.config.mask_token, device=self.fc.weight.device))
+
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the rows of the target's embedding, as they are stored, times the scale."""
         weight, scale = getattr(self.embedding, "weight", None), self.config.embedding_scale
         if isinstance(weight, torch.Tensor):
             rows = F.embedding(tokens, weight)
         else:
             rows, scale = self.embedding(tokens), scale / embed_scale(self.embedding)
-        return rows if scale == 1 else rows * scale
+        scaled: torch.Tensor = rows if scale == 1 else rows * scale
+        return scaled
 
     def markov(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return W1 and W2, `[vocab, r]` each; r is 0 without a Markov head and a selector.
@@ -318,76 +312,3 @@ class BlockNetwork(DrafterNetwork):
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `config.json` and `model.safetensors` in DSpark's layout."""
         write_folder(folder, self.config.record(), self.state_dict(), dtype)
-
-
-def is_block(folder: Path) -> bool:
-    """Whether a folder or `.gguf` file holds a block drafter. Reads only its configuration."""
-    if not folder.is_dir():
-        return folder.suffix == ".gguf" and folder.is_file() and is_block_file(folder)
-    record = read_json(folder / "config.json")
-    if record.get("speculators_model_type") in SPECULATORS:
-        return True
-    nested = record.get("dflash_config")
-    fields = {**record, **nested} if isinstance(nested, dict) else record
-    return "block_size" in fields and ("dflash_config" in record or "target_layer_ids" in record)
-
-
-def _renamed(
-    tensors: dict[str, torch.Tensor], record: dict[str, Any], config: BlockConfig
-) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors as the network has them.
-
-    Codebooks may be parameters without a module, and a confidence may be by the row alone. Where
-    dimensions 2i and 2i + 1 of a head turn together (LiquidAI's), they are put in the places i and
-    i + half of queries and keys, which changes no product of the two.
-    """
-    stored = dict[str, torch.Tensor]()
-    for name, tensor in tensors.items():
-        for old, new in RENAMED:
-            name = new + name.removeprefix(old) if name.startswith(old) else name
-        stored[f"{name}.weight" if name.endswith("_codebook") else name] = tensor
-    name = "confidence_head.proj.weight"
-    if name in stored and stored[name].shape[-1] == config.hidden_size:
-        stored[name] = F.pad(stored[name], (0, config.markov_rank))
-    given = record | (record.get("dflash_config") or {})
-    if any(given.get(name) is False for name in ("rope_is_neox_style", "is_neox_style")):
-        for name in [one for one in stored if one.endswith(TURNED)]:
-            tensor, half = stored[name], config.head_dim // 2
-            pairs = tensor.reshape(-1, half, 2, *tensor.shape[1:]).transpose(1, 2)
-            stored[name] = pairs.reshape(tensor.shape)
-    return stored
-
-
-def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
-    """Load the block drafter in a folder or `.gguf` file for a target.
-
-    Its layout is that of DFlash, DSpark, `speculators` or Muse Glimmer's assistant. Raises
-    `InvalidInput` for another target's drafter, and for tensors that don't fit the network.
-    """
-    with named_errors(folder):
-        if folder.suffix == ".gguf":
-            record, stored = read_block_file(folder)
-        else:
-            record, stored = read_json(folder / "config.json"), read_tensors(folder)
-        config = BlockConfig.of(record, target.size, target.vocab)
-        check_layers(config.taps, target.layers)
-        refuse_other_target(config.hidden_size, target=target.size)
-        if not 0 <= config.mask_token < target.vocab:
-            raise InvalidInput(
-                f"its mask_token_id is {config.mask_token}, the target has {target.vocab} tokens: "
-                "it was made for another model"
-            )
-        if config.drafted < 1:
-            raise InvalidInput("it drafts nothing: block_size is too small")
-        with torch.device("meta"):
-            network = BlockNetwork(config, target.embedding, target.head)
-        stored, own_head = _renamed(stored, record, config), config.draft_vocab_size is not None
-        ignored = {*COPIES, *DERIVED} - ({"lm_head.", "d2t"} if own_head else set())
-        state = assemble(network, stored, ignored=ignored)
-        if own_head:
-            tokens = torch.arange(len(state["d2t"])) + state["d2t"]
-            require_distinct(
-                tokens, target.vocab, "its head (d2t), which was made for another model,"
-            )
-        network.load_state_dict(state, assign=True)
-    return network.requires_grad_(False)

@@ -215,7 +215,7 @@ def eagle_drafter(
     """
     config = network.config
     network = network.to(model.device, model.dtype).eval().requires_grad_(False)
-    kernels = network_kernels(model, network) if native else None
+    kernels = network_kernels(model, network, embeds=True) if native else None
     passes = NativeEagle(network, kernels, weights) if kernels else TorchEagle(network, model)
     tokens: Any = network.tokens if config.own_head else None
     head_size = None if config.own_head else config.hidden_size

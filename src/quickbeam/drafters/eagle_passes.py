@@ -14,7 +14,7 @@ import torch
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.feature import TorchPasses
 from quickbeam.drafters.folder import embed_scale
-from quickbeam.drafters.native import NativePacker, embedded
+from quickbeam.drafters.native import NativePacker
 from quickbeam.drafters.shortlist.native import NativeRouter
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.angles import STEP
@@ -155,8 +155,10 @@ class NativeEagle:
         wide = config.join == "attention"
         width = len(config.layers) * config.target_size if committed else d
         states = program.given("states", width)
-        rows = program.buffer(d, True)
-        program.embed(embedded(network.embedding), rows, embed_scale(network.embedding))
+        embedding: Any = network.embedding
+        weight, rows = embedding.weight, program.buffer(d, True)
+        weight = weight.detach() if isinstance(weight, torch.Tensor) else weight
+        program.embed(weight, rows, embed_scale(embedding))
         program.copy(rows, token)
         if committed:
             states = self._norm_states(program, states)

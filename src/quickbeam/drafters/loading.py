@@ -14,7 +14,7 @@ from quickbeam import hub
 from quickbeam.drafters.assistant import is_assistant, load_assistant
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
-from quickbeam.drafters.block_model import is_block, load_block
+from quickbeam.drafters.block_files import MASK, is_block, load_block
 from quickbeam.drafters.checkpoints import is_eagle, load_eagle
 from quickbeam.drafters.draft_model import LMDrafter, Translation, same_tokens
 from quickbeam.drafters.eagle import eagle_drafter
@@ -97,7 +97,7 @@ def _fetch(name: str, code: bool) -> Path:
 
     The older weight format is fetched where there is no other. `code`: fetch Python files, too.
     """
-    wanted = [*WANTED, *(["*.py"] if code else [])]
+    wanted = [*WANTED, MASK, *(["*.py"] if code else [])]
     folder = local_folder(name, None, wanted)
     if not any(folder.glob("*.safetensors")):
         folder = local_folder(name, None, [*wanted, "*.bin"])

@@ -15,29 +15,24 @@ from quickbeam.models.compiled import CompiledStack, NativeLinear, ScaledEmbeddi
 from quickbeam.models.native.library import Kernels, kernels
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.native.quantised import WHOLE, BlockRows, Packed, Packer, Weight
+from quickbeam.models.native.quantised import WHOLE, Packed, Packer
 from quickbeam.models.stack_tensors import Parameters
 from quickbeam.models.stored import Stored, dense
 from quickbeam.models.tensor_files import TensorFiles
 
 
-def network_kernels(model: Model, network: Any) -> Kernels | None:
+def network_kernels(model: Model, network: Any, embeds: bool = False) -> Kernels | None:
     """Return the native kernels if they can run an EAGLE or block `network` beside `model`.
 
-    Widths have to be even. Embeddings of other classes may do something else with their rows.
+    Widths have to be even. `embeds`: the kernels read the target's embedding; those of other
+    classes may do something else with their rows.
     """
     config = network.config
     sizes = config.hidden_size, config.intermediate_size, config.head_dim, config.target_size
-    known = type(network.embedding) in (nn.Embedding, ScaledEmbedding)
+    known = not embeds or type(network.embedding) in (nn.Embedding, ScaledEmbedding)
     plain = known and all(size % 2 == 0 for size in sizes)
     fits = plain and model.device.type == "cpu" and model.dtype is torch.bfloat16
     return kernels() if fits else None
-
-
-def embedded(embedding: Any) -> Weight:
-    """Return the weight of a target's embedding, as kernels read it."""
-    weight: Weight = embedding.weight
-    return weight.detach() if isinstance(weight, torch.Tensor) else weight
 
 
 class NativePacker:
@@ -70,15 +65,14 @@ class NativePacker:
 class DrafterParameters(Parameters):
     """A drafter's own parameters by the names of its stack (`Parameters`).
 
-    `given`: those that are in memory; an embedding may be `BlockRows`. `stored`: where the others
-    are in `files`. `dtype`: of all.
+    `given`: those that are in memory. `stored`: where the others are in `files`. `dtype`: of all.
     """
 
     def __init__(
         self,
         config: Any,
         dtype: torch.dtype,
-        given: Mapping[str, Any],
+        given: Mapping[str, torch.Tensor],
         stored: Mapping[str, Stored] = MappingProxyType({}),
         files: TensorFiles | None = None,
     ) -> None:
@@ -91,14 +85,9 @@ class DrafterParameters(Parameters):
         assert self._files is not None
         return self._stored[name].shape(self._files)
 
-    def mapped(self, name: str) -> Weight:
-        given = self.given.get(name)
-        return given if isinstance(given, BlockRows) else self.rows(name)
-
     def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
         if name in self.given:
-            given: torch.Tensor = self.given[name][first:last]
-            return given.to(self.dtype)
+            return self.given[name][first:last].to(self.dtype)
         assert self._files is not None
         end = self.shape(name)[0] if last is None else last
         stored = self._stored[name]

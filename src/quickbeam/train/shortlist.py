@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from quickbeam import hub
-from quickbeam.drafters.block_model import is_block
+from quickbeam.drafters.block_files import is_block
 from quickbeam.drafters.checkpoints import load_eagle
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.shortlist.layout import Layout

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from quickbeam import hub
 from quickbeam.drafters.block_config import BlockConfig
-from quickbeam.drafters.block_model import is_block, load_block
+from quickbeam.drafters.block_files import is_block, load_block
 from quickbeam.drafters.folder import TargetParts, embed_scale
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact

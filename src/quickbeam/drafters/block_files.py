@@ -1,0 +1,232 @@
+"""Block drafters in published folders, and in `.gguf` files as llama.cpp has them.
+
+Names and metadata of the latter (architecture `dflash`) are those of llama.cpp's converter
+(`conversion/qwen.py`). It turns queries and keys of drafters whose dimensions turn in pairs, and
+counts a hidden state's layers from 1.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from quickbeam.drafters.block_config import SPECULATORS, BlockConfig
+from quickbeam.drafters.block_model import BlockNetwork
+from quickbeam.drafters.folder import (
+    TargetParts,
+    assemble,
+    named_errors,
+    read_tensors,
+    refuse_other_target,
+)
+from quickbeam.drafters.shortlist.layout import require_distinct
+from quickbeam.errors import InvalidInput
+from quickbeam.models.base import check_layers
+from quickbeam.models.checkpoint import read_json
+from quickbeam.models.gguf.file import GgufFile
+from quickbeam.models.gguf.metadata import Metadata, rope_of
+from quickbeam.models.native import library
+from quickbeam.models.native.quantised import BlockRows, dense_rows
+
+TURNED = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "q_norm", "k_norm"))
+RENAMED = (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."))  # Muse Glimmer's
+MASK = "mask_embedding.pt"  # beside the weights, where the target's row is not the trained one
+# tensors that are not read: copies of the target's own, and what follows from others
+COPIES = ("embed_tokens.", "lm_head.")
+DERIVED = ("d2t", "rotary_emb.", "t2d", "verifier_lm_head.", "verifier_norm.")
+ARCHITECTURE = "dflash"
+MODULES = {  # of the network, by the file's names
+    "fc": "fc",
+    "enc.output_norm": "hidden_norm",
+    "output_norm": "norm",
+    "markov_w1": "markov_head.markov_w1",
+    "markov_w2": "markov_head.markov_w2",
+    "conf_proj": "confidence_head.proj",
+    "selector_predecessor": "candidate_selector.predecessor_codebook",
+    "selector_successor": "candidate_selector.successor_codebook",
+    "selector_hidden": "candidate_selector.hidden_projection",
+}
+IN_LAYER = {  # the same, of a layer
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_conv_base": "attention_conv.base_kernel",
+    "attn_conv_proj": "attention_conv.kernel_projection",
+    "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_conv_base": "mlp_conv.base_kernel",
+    "ffn_conv_proj": "mlp_conv.kernel_projection",
+}
+UNREAD = ("token_embd.weight", "output.weight")  # copies of the target's
+# in the file's metadata, by the names of configurations
+KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+    "block_size": "block_size",
+}
+OPTIONAL = {
+    "head_dim": "attention.key_length",
+    "is_causal": "attention.causal",
+    "sample_from_anchor": "sample_from_anchor",
+    "sliding_window": "attention.sliding_window",
+    "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+    "input_embedding_scale": "embedding_scale",
+    "output_multiplier": "logit_scale",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+
+def is_block(folder: Path) -> bool:
+    """Whether a folder or `.gguf` file holds a block drafter. Reads only its configuration."""
+    if not folder.is_dir():
+        return (
+            folder.suffix == ".gguf"
+            and folder.is_file()
+            and GgufFile(folder).metadata.get("general.architecture") == ARCHITECTURE
+        )
+    record = read_json(folder / "config.json")
+    if record.get("speculators_model_type") in SPECULATORS:
+        return True
+    nested = record.get("dflash_config")
+    fields = {**record, **nested} if isinstance(nested, dict) else record
+    return "block_size" in fields and ("dflash_config" in record or "target_layer_ids" in record)
+
+
+def _renamed(
+    tensors: dict[str, torch.Tensor], record: dict[str, Any], config: BlockConfig
+) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors as the network has them.
+
+    Codebooks may be parameters without a module, and a confidence may be by the row alone. Where
+    dimensions 2i and 2i + 1 of a head turn together (LiquidAI's), they are put in the places i and
+    i + half of queries and keys, which changes no product of the two.
+    """
+    stored = dict[str, torch.Tensor]()
+    for name, tensor in tensors.items():
+        for old, new in RENAMED:
+            name = new + name.removeprefix(old) if name.startswith(old) else name
+        stored[f"{name}.weight" if name.endswith("_codebook") else name] = tensor
+    name = "confidence_head.proj.weight"
+    if name in stored and stored[name].shape[-1] == config.hidden_size:
+        stored[name] = F.pad(stored[name], (0, config.markov_rank))
+    given = record | (record.get("dflash_config") or {})
+    if any(given.get(name) is False for name in ("rope_is_neox_style", "is_neox_style")):
+        for name in [one for one in stored if one.endswith(TURNED)]:
+            tensor, half = stored[name], config.head_dim // 2
+            pairs = tensor.reshape(-1, half, 2, *tensor.shape[1:]).transpose(1, 2)
+            stored[name] = pairs.reshape(tensor.shape)
+    return stored
+
+
+def _mask_of(path: Path) -> torch.Tensor:
+    """Return the embedding of the mask token in a file beside the weights."""
+    given = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(given, dict):
+        given = next((one for one in given.values() if isinstance(one, torch.Tensor)), None)
+    if not isinstance(given, torch.Tensor):
+        raise InvalidInput(f"{path.name} holds no tensor: download it again")
+    return given.flatten()
+
+
+def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
+    """Load the block drafter in a folder or `.gguf` file for a target.
+
+    Its layout is that of DFlash, DSpark, `speculators` or Muse Glimmer's assistant. Raises
+    `InvalidInput` for another target's drafter, and for tensors that don't fit the network.
+    """
+    with named_errors(folder):
+        if folder.suffix == ".gguf":
+            record, stored = _read_gguf(folder)
+        else:
+            record, stored = read_json(folder / "config.json"), read_tensors(folder)
+            if (folder / MASK).is_file():
+                record["own_mask_embedding"] = True
+                stored["mask_embedding"] = _mask_of(folder / MASK)
+        config = BlockConfig.of(record, target.size, target.vocab)
+        check_layers(config.taps, target.layers)
+        refuse_other_target(config.hidden_size, target=target.size)
+        if not 0 <= config.mask_token < target.vocab:
+            raise InvalidInput(
+                f"its mask_token_id is {config.mask_token}, the target has {target.vocab} tokens: "
+                "it was made for another model"
+            )
+        if config.drafted < 1:
+            raise InvalidInput("it drafts nothing: block_size is too small")
+        with torch.device("meta"):
+            network = BlockNetwork(config, target.embedding, target.head)
+        stored, own_head = _renamed(stored, record, config), config.draft_vocab_size is not None
+        ignored = {*COPIES, *DERIVED} - ({"lm_head.", "d2t"} if own_head else set())
+        state = assemble(network, stored, ignored=ignored)
+        if own_head:
+            tokens = torch.arange(len(state["d2t"])) + state["d2t"]
+            require_distinct(
+                tokens, target.vocab, "its head (d2t), which was made for another model,"
+            )
+        network.load_state_dict(state, assign=True)
+    return network.requires_grad_(False)
+
+
+def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return a configuration's fields and tensors by the network's names, in bfloat16.
+
+    Raises `InvalidInput`, and `NotDescribed` for metadata that is not known.
+    """
+    file = GgufFile(path)
+    m, kernels = Metadata(file, ARCHITECTURE), library.kernels()
+    fields: dict[str, Any] = {name: m[key] for name, key in KEYS.items()}
+    fields |= {name: m.get(key) for name, key in OPTIONAL.items()}
+    dim = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
+    fields |= {"head_dim": dim, "rope_parameters": rope_of(m, dim)}
+    taps = file.metadata.get(f"{ARCHITECTURE}.target_layers")
+    mask = file.metadata.get("tokenizer.ggml.mask_token_id")
+    if taps is None or mask is None:
+        raise InvalidInput("its metadata lacks dflash.target_layers or the mask token")
+    fields |= {"target_layer_ids": [int(one) - 1 for one in taps], "mask_token_id": mask}
+    if fields["sliding_window"]:
+        near = [bool(one) for one in m.each("attention.sliding_window_pattern")]
+        fields["layer_types"] = [("full_attention", "sliding_attention")[one] for one in near]
+    rank = file.tensors["markov_w1.weight"].shape[1] if m.has("markov_w1.weight") else 0
+    fields |= {"markov_rank": rank, "enable_confidence_head": m.has("conf_proj.weight")}
+    if fields["sample_from_anchor"] is None:  # of files from before there was that key
+        fields["sample_from_anchor"] = rank > 0
+    fields["is_causal"] = bool(fields["is_causal"])
+    m.note("target_hidden_size", "target_layers")
+    m.refuse_unknown()
+    tensors = dict[str, torch.Tensor]()
+    for name in file.tensors.keys() - {*UNREAD}:
+        weight = file[name]
+        if isinstance(weight, BlockRows):
+            if kernels is None:
+                raise InvalidInput("its weights are in blocks, which the native kernels read")
+            weight = dense_rows(kernels, weight)
+        tensors[_own_name(name)] = weight.to(torch.bfloat16)
+    return fields, tensors
+
+
+def _own_name(name: str) -> str:
+    """Return the network's name of a tensor; the file's where it is not known."""
+    module, _, kind = name.rpartition(".")
+    if layer := re.fullmatch(r"blk\.(\d{1,6})\.(\w+)(\.(?:weight|bias))?", name):
+        own = IN_LAYER.get(layer[2], layer[2])
+        kind = "" if own.endswith("base_kernel") else layer[3] or ""
+        return f"layers.{layer[1]}.{own}{kind}"
+    return f"{MODULES[module]}.{kind}" if module in MODULES else name
