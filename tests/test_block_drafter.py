@@ -42,7 +42,6 @@ KINDS = {
     "dflash": replace(DSPARK, from_anchor=False, markov_rank=0, taps=(2,)),
     "causal": replace(DSPARK, causal=True, markov_rank=0, taps=(2, 2)),
     "confident": replace(DSPARK, confidence=True, block_size=3),
-    # one shorter than the block; one that is not causal
     "own head": replace(DSPARK, draft_vocab_size=60, confidence=True),
     "scaled": replace(DSPARK, embedding_scale=1.5, output_multiplier=0.625, softcap=3.0),
     "gemma": replace(DSPARK, gemma=True, embedding_scale=D**0.5, softcap=5.0),
@@ -50,6 +49,7 @@ KINDS = {
     "own mask": replace(DSPARK, own_mask=True, embedding_scale=1.5),
     "selector": replace(DSPARK, top_k=40),
     "dflash2": replace(DSPARK, from_anchor=False, top_k=40, conv_taps=2, conv_group=4),
+    # one shorter than the block; one that is not causal
     "windows": replace(DSPARK, causal=None, windows=(3, None)),
     "wide windows": replace(DSPARK, windows=(4, 4), from_anchor=False, markov_rank=0),
 }

@@ -218,6 +218,32 @@ def test_a_gguf_file_holds_the_folders_network(toys, kind, tmp_path):
         assert torch.equal(network.state_dict()[name], tensor.bfloat16())
 
 
+def test_a_gguf_file_that_can_not_be_is_refused(toys, tmp_path, monkeypatch):
+    path, given = tmp_path / "d.gguf", toys["wide windows"].network
+    for name, value, why in (
+        ("dflash.rope.dimension_count", 4, "heads of 8, of which 4 turn"),
+        ("dflash.attention.sliding_window_pattern", [1, 1], "does not say of which layers"),
+        ("dflash.other", 3, "its metadata sets dflash.other"),
+        ("tokenizer.ggml.mask_token_id", VOCAB, f"mask_token_id is {VOCAB}"),
+    ):
+        finish = gguf_files.finish
+
+        def changed(writer, name=name, value=value, finish=finish):
+            for fields in writer.kv_data:
+                fields.pop(name, None)
+            add = writer.add_array if isinstance(value, list) else writer.add_uint32
+            add(name, value)
+            finish(writer)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gguf_files, "finish", changed)
+            gguf_files.block_drafter(path, given)
+        refuses(f"d.gguf.*{why}", read, path)
+    whole = gguf_files.block_drafter(path, given).read_bytes()
+    path.write_bytes(whole[:2000])
+    refuses("d.gguf", is_block, path)
+
+
 @pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 def test_a_gguf_drafter_drafts_for_a_gguf_target(tmp_path):
     """Whose embedding is in blocks; the kernels run both."""

@@ -166,6 +166,8 @@ class BlockConfig:
                 f"its config says conv_group_size: {group}; must divide the width, "
                 f"{layer['hidden_size']}"
             )
+        if gemma and numbers["conv_taps"]:
+            raise InvalidInput("it has Gemma's layers and convolutions, which is not known")
         if vocab is not None and numbers["top_k"]:
             raise InvalidInput("it has a selector and a head of its own, which is not known")
         return BlockConfig(

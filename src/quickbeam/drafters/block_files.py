@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -164,7 +165,7 @@ def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
         config = BlockConfig.of(record, target.size, target.vocab)
         check_layers(config.taps, target.layers)
         refuse_other_target(config.hidden_size, target=target.size)
-        if not 0 <= config.mask_token < target.vocab:
+        if config.mask_token >= target.vocab:
             raise InvalidInput(
                 f"its mask_token_id is {config.mask_token}, the target has {target.vocab} tokens: "
                 "it was made for another model"
@@ -202,14 +203,22 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         raise InvalidInput("its metadata lacks dflash.target_layers or the mask token")
     fields |= {"target_layer_ids": [int(one) - 1 for one in taps], "mask_token_id": mask}
     if fields["sliding_window"]:
-        near = [bool(one) for one in m.each("attention.sliding_window_pattern")]
-        fields["layer_types"] = [("full_attention", "sliding_attention")[one] for one in near]
+        near = file.metadata.get(f"{ARCHITECTURE}.attention.sliding_window_pattern")
+        if not isinstance(near, np.ndarray) or near.dtype != np.bool_:
+            raise InvalidInput("its metadata has a window, but does not say of which layers")
+        kinds = "full_attention", "sliding_attention"
+        fields["layer_types"] = [kinds[bool(one)] for one in near]
     rank = file.tensors["markov_w1.weight"].shape[1] if m.has("markov_w1.weight") else 0
     fields |= {"markov_rank": rank, "enable_confidence_head": m.has("conf_proj.weight")}
     if fields["sample_from_anchor"] is None:  # of files from before there was that key
         fields["sample_from_anchor"] = rank > 0
+    if type(fields["is_causal"]) not in (bool, type(None)):
+        raise InvalidInput(f"its metadata says attention.causal: {fields['is_causal']!r}")
     fields["is_causal"] = bool(fields["is_causal"])
-    m.note("target_hidden_size", "target_layers")
+    m.note("target_hidden_size", "target_layers", "has_confidence_head")
+    m.note("attention.sliding_window_pattern")
+    if m.has("d2t"):
+        raise InvalidInput("its head is of a part of the vocabulary (d2t): take the folder instead")
     m.refuse_unknown()
     tensors = dict[str, torch.Tensor]()
     for name in file.tensors.keys() - {*UNREAD}:
@@ -218,7 +227,11 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             if kernels is None:
                 raise InvalidInput("its weights are in blocks, which the native kernels read")
             weight = dense_rows(kernels, weight)
-        tensors[_own_name(name)] = weight.to(torch.bfloat16)
+        if (own := _own_name(name)) in tensors:
+            raise InvalidInput(f"it holds {own} under two names")
+        tensors[own] = weight.to(torch.bfloat16)
+    if "confidence_head.proj.weight" in tensors:
+        tensors.setdefault("confidence_head.proj.bias", torch.zeros(1))
     return fields, tensors
 
 

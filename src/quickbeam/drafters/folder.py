@@ -84,6 +84,10 @@ def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
             f"its config has rotary angles by kind of layer ({', '.join(kinds)}); drafters here "
             "have one kind"
         )
+    if (turning := angles.get("rotary_dim", sizes["head_dim"])) != sizes["head_dim"]:
+        raise InvalidInput(
+            f"its config has heads of {sizes['head_dim']}, of which {turning!r} turn; all must"
+        )
     Angles(angles, sizes["head_dim"])  # raises for unknown ones
     return sizes | {"eps": float(given.get("rms_norm_eps", 1e-6)), "rope": rope}
 
@@ -177,7 +181,9 @@ def named_errors(folder: Path) -> Iterator[None]:
         yield
     except InvalidInput as error:
         raise InvalidInput(f"{folder}: {str(error).removeprefix(f'{folder}: ')}") from error
-    except (*UNREADABLE, ArithmeticError, NotDescribed) as error:
+    except NotDescribed as error:
+        raise InvalidInput(f"{folder}: {error}") from error
+    except (*UNREADABLE, ArithmeticError) as error:
         raise InvalidInput(
             f"{folder}: its configuration or weights can't be used: {error!r}"
         ) from error

@@ -72,7 +72,7 @@ def load_drafter(
             drafter = BlockDrafter(load_block(place, parts), target)
         else:
             drafter = eagle_drafter(load_eagle(place, parts), target)
-        drafter.folder = place if place.is_dir() else None
+        drafter.folder = place
         return drafter
     weights = weights or target.weights
     options: dict[str, Any] = {"progress": progress, "trust_remote_code": trust_remote_code}
