@@ -283,7 +283,7 @@ def test_the_kernels_find_candidates_and_what_follows_them_as_pytorch_does(isa, 
     wide = 4 * torch.randn(4, VOCAB + 20, generator=torch.Generator().manual_seed(rank))
     for count, names in ((VOCAB, None), (VOCAB - 3, torch.randperm(VOCAB)[:-3]), (5, None)):
         for within in (2.0, 7.0, math.inf):
-            state = SimpleNamespace(gates=None)
+            state = SimpleNamespace(gates=None, after=None)
             logits = wide[:, 3 : count + 3]  # rows that don't lie side by side
             state.scores, state.tokens = plain.candidates(logits, names, within)
             for mine, expected in zip(

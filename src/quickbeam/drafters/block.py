@@ -59,11 +59,12 @@ def follow(
     `places`: the depth of each, and its token.
     """
     depths, tokens = torch.tensor(places, device=state.scores.device).unbind(-1)
-    ids = tokens, state.tokens
-    before, after = (F.embedding(*one).float() for one in zip(ids, markov, strict=True))
+    before = F.embedding(tokens, markov[0]).float()
+    if state.after is None:  # once a tree
+        state.after = F.embedding(state.tokens, markov[1]).float()
     if state.gates is not None:
         before = before * state.gates.index_select(0, depths)
-    return torch.addmm(state.scores.index_select(0, depths), before, after.T)
+    return torch.addmm(state.scores.index_select(0, depths), before, state.after.T)
 
 
 class TorchBlocks(TorchPasses):
@@ -124,8 +125,7 @@ class TorchBlocks(TorchPasses):
 
 
 class NativeBlocks:
-    """A `BlockNetwork` in the native kernels, whose layers are Qwen3's or Gemma 4's. It packs their
-    weights.
+    """A `BlockNetwork` in the native kernels, packed: its layers are Qwen3's or Gemma 4's.
 
     `name`: as of `NativePacker`.
     """
@@ -239,8 +239,7 @@ class NativeBlocks:
         layers: Any = zip(network.layers, self.pool.shapes, self.pool.offsets, strict=True)
         for layer, shape, offset in layers:
             of = layer.self_attn
-            both_of = [of[name].weight for name in ("k_proj", "v_proj") if name in of]
-            packed = self._pack(*both_of)
+            packed = self._pack(*(of[name].weight for name in ("k_proj", "v_proj") if name in of))
             both, none = program.buffer(packed.outputs, True), program.buffer(packed.outputs)
             norms = [of[name].weight for name in ("q_norm", "k_norm")]
             program.linear(packed, normed, both)
@@ -253,8 +252,8 @@ class BlockState(FeatureState):
 
     `cache`: keys and values of committed tokens before the anchor, and of nothing else. Of the tree
     that is being grown: `rows` `[drafted, d]`, `scores` `[drafted, s]`: U of `tokens` `[s]`,
-    `confidence`, by depth: its logits, by the rows alone, and with a selector `gates`
-    `[drafted, r]`, what W1 is taken times.
+    `confidence`, by depth: its logits, by the rows alone, with a selector `gates` `[drafted, r]`:
+    what W1 is taken times, and where `follow` needs them `after` `[s, r]`: W2 of `tokens`.
     """
 
     def __init__(
@@ -264,6 +263,7 @@ class BlockState(FeatureState):
         self.rows = self.scores = torch.empty(0)
         self.tokens, self.confidence = torch.empty(0, dtype=torch.int64), list[float]()
         self.gates: torch.Tensor | None = None
+        self.after: torch.Tensor | None = None
 
     def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
         super().adopt(chunks, tokens, hidden)
@@ -273,7 +273,7 @@ class BlockState(FeatureState):
     def release(self) -> None:
         super().release()
         self.rows = self.scores = torch.empty(0)
-        self.gates = None
+        self.gates = self.after = None
 
 
 class BlockDrafter(FeatureDrafter):
@@ -377,7 +377,7 @@ class BlockDrafter(FeatureDrafter):
                     least = scores.topk(min(config.top_k, scores.shape[-1]), -1).values[:, -1:]
                     scores = scores.masked_fill(scores < least, -math.inf)
                     state.gates = self.network.gates(state.rows)
-                state.scores = scores
+                state.scores, state.after = scores, None
                 if self._confidence is not None:
                     state.confidence = (state.rows.float() @ self._confidence[0]).tolist()
 

@@ -228,9 +228,9 @@ def _with_other_names(record: dict[str, Any], names: list[str]) -> dict[str, Any
 
     In `speculators`, ids of hidden states count the layers before them, and only layers with a
     window may be causal. Muse Glimmer's assistant is a DFlash, whose rows see as far as the window
-    on both sides, the end included (`sliding_window_bidirectional_overlay` in transformers). The
-    layers of DeepSpec's drafters for Gemma 4 are as those of it without a window, and embeddings
-    are scaled as there.
+    on both sides, the end included (`sliding_window_bidirectional_overlay` in transformers).
+    DeepSpec's drafters for Gemma 4 have the layers that Gemma 4 has without a window, and scale
+    embeddings as it does.
     """
     fields = dict(record)
     for name in ("transformer_layer_config", "dflash_config"):

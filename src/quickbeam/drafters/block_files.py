@@ -69,7 +69,7 @@ IN_LAYER = {  # the same, of a layer
     "ffn_conv_base": "mlp_conv.base_kernel",
     "ffn_conv_proj": "mlp_conv.kernel_projection",
 }
-UNREAD = ("token_embd.weight", "output.weight")  # copies of the target's
+UNREAD = ("token_embd.weight", "output.weight")  # taken for copies of the target's
 # in the file's metadata, by the names of configurations
 KEYS = {
     "hidden_size": "embedding_length",
@@ -81,7 +81,7 @@ KEYS = {
     "max_position_embeddings": "context_length",
     "block_size": "block_size",
 }
-OPTIONAL = {
+OPTIONAL_KEYS = {
     "head_dim": "attention.key_length",
     "is_causal": "attention.causal",
     "sample_from_anchor": "sample_from_anchor",
@@ -96,15 +96,15 @@ OPTIONAL = {
 }
 
 
-def is_block(folder: Path) -> bool:
+def is_block(path: Path) -> bool:
     """Whether a folder or `.gguf` file holds a block drafter. Reads only its configuration."""
-    if not folder.is_dir():
+    if not path.is_dir():
         return (
-            folder.suffix == ".gguf"
-            and folder.is_file()
-            and GgufFile(folder).metadata.get("general.architecture") == ARCHITECTURE
+            path.suffix == ".gguf"
+            and path.is_file()
+            and GgufFile(path).metadata.get("general.architecture") == ARCHITECTURE
         )
-    record = read_json(folder / "config.json")
+    record = read_json(path / "config.json")
     if record.get("speculators_model_type") in SPECULATORS:
         return True
     nested = record.get("dflash_config")
@@ -148,20 +148,21 @@ def _mask_of(path: Path) -> torch.Tensor:
     return given.flatten()
 
 
-def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
+def load_block(path: Path, target: TargetParts) -> BlockNetwork:
     """Load the block drafter in a folder or `.gguf` file for a target.
 
-    Its layout is that of DFlash, DSpark, `speculators` or Muse Glimmer's assistant. Raises
-    `InvalidInput` for another target's drafter, and for tensors that don't fit the network.
+    A folder's layout is that of DFlash, DFlash2, DSpark, `speculators` or Muse Glimmer's assistant;
+    a file's is llama.cpp's. Raises `InvalidInput` for another target's drafter, and for tensors
+    that don't fit the network.
     """
-    with named_errors(folder):
-        if folder.suffix == ".gguf":
-            record, stored = _read_gguf(folder)
+    with named_errors(path):
+        if path.suffix == ".gguf":
+            record, stored = _read_gguf(path)
         else:
-            record, stored = read_json(folder / "config.json"), read_tensors(folder)
-            if (folder / MASK).is_file():
+            record, stored = read_json(path / "config.json"), read_tensors(path)
+            if (path / MASK).is_file():
                 record["own_mask_embedding"] = True
-                stored["mask_embedding"] = _mask_of(folder / MASK)
+                stored["mask_embedding"] = _mask_of(path / MASK)
         config = BlockConfig.of(record, target.size, target.vocab)
         check_layers(config.taps, target.layers)
         refuse_other_target(config.hidden_size, target=target.size)
@@ -187,14 +188,14 @@ def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
 
 
 def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return a configuration's fields and tensors by the network's names, in bfloat16.
+    """Return a configuration's fields, and tensors by the network's names.
 
     Raises `InvalidInput`, and `NotDescribed` for metadata that is not known.
     """
     file = GgufFile(path)
-    m, kernels = Metadata(file, ARCHITECTURE), library.kernels()
+    m = Metadata(file, ARCHITECTURE)
     fields: dict[str, Any] = {name: m[key] for name, key in KEYS.items()}
-    fields |= {name: m.get(key) for name, key in OPTIONAL.items()}
+    fields |= {name: m.get(key) for name, key in OPTIONAL_KEYS.items()}
     dim = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
     fields |= {"head_dim": dim, "rope_parameters": rope_of(m, dim)}
     taps = file.metadata.get(f"{ARCHITECTURE}.target_layers")
@@ -215,12 +216,21 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if type(fields["is_causal"]) not in (bool, type(None)):
         raise InvalidInput(f"its metadata says attention.causal: {fields['is_causal']!r}")
     fields["is_causal"] = bool(fields["is_causal"])
-    m.note("target_hidden_size", "target_layers", "has_confidence_head")
-    m.note("attention.sliding_window_pattern")
+    m.note(
+        "target_hidden_size",
+        "target_layers",
+        "has_confidence_head",
+        "attention.sliding_window_pattern",
+    )
     if m.has("d2t"):
         raise InvalidInput("its head is of a part of the vocabulary (d2t): take the folder instead")
     m.refuse_unknown()
-    tensors = dict[str, torch.Tensor]()
+    return fields, _tensors_of(file)
+
+
+def _tensors_of(file: GgufFile) -> dict[str, torch.Tensor]:
+    """Return a file's tensors in bfloat16, by the network's names."""
+    kernels, tensors = library.kernels(), dict[str, torch.Tensor]()
     for name in file.tensors.keys() - {*UNREAD}:
         weight = file[name]
         if isinstance(weight, BlockRows):
@@ -232,7 +242,7 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         tensors[own] = weight.to(torch.bfloat16)
     if "confidence_head.proj.weight" in tensors:
         tensors.setdefault("confidence_head.proj.bias", torch.zeros(1))
-    return fields, tensors
+    return tensors
 
 
 def _own_name(name: str) -> str:

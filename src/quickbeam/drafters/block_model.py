@@ -32,17 +32,14 @@ from torch import nn
 
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.eagle_model import DrafterNetwork, RMSNorm
-from quickbeam.drafters.folder import (
-    embed_scale,
-    write_folder,
-)
+from quickbeam.drafters.folder import embed_scale, write_folder
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's number, `query` `[n, heads, head_dim]`, and `key` and `value` `[n, kv_heads,
 head_dim]` of the blocks' rows, one block after the other, to `[n, heads * head_dim]`."""
 
 
-class BlockConv(nn.Module):
+class BlockConvolutions(nn.Module):
     """A causal convolution of a block's rows before a sublayer, and one of its results after it.
 
     A coefficient of a row is the sum of one that each column has, `base_kernel` `[2, taps, d]`, and
@@ -65,7 +62,7 @@ class BlockConv(nn.Module):
 
 
 def convolved(x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    """Return what `BlockConv.coefficients` make of rows `[b, n, d]`."""
+    """Return what `BlockConvolutions.coefficients` make of rows `[b, n, d]`."""
     (n, taps), out = coefficients.shape[1:3], torch.zeros_like(x)
     for i in range(min(n, taps)):
         out[:, i:] += coefficients[:, i:, i] * x[:, : n - i]
@@ -91,8 +88,8 @@ class BlockLayer(nn.Module):
         up = {name: nn.Linear(d, inner, bias=False) for name in ("gate_proj", "up_proj")}
         self.mlp = nn.ModuleDict(up | {"down_proj": nn.Linear(inner, d, bias=False)})
         if config.conv_taps:
-            self.attention_conv = BlockConv(d, config.conv_taps, config.conv_group)
-            self.mlp_conv = BlockConv(d, config.conv_taps, config.conv_group)
+            self.attention_conv = BlockConvolutions(d, config.conv_taps, config.conv_group)
+            self.mlp_conv = BlockConvolutions(d, config.conv_taps, config.conv_group)
 
     def query(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[n, heads, head_dim]` of rows `[n, d]`, before the rotary angles."""
@@ -119,7 +116,7 @@ class BlockLayer(nn.Module):
         self, name: str, x: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return what a sublayer makes of normed rows `[b, n, d]`, between its convolutions."""
-        conv: BlockConv | None = getattr(self, f"{name}_conv", None)
+        conv: BlockConvolutions | None = getattr(self, f"{name}_conv", None)
         if conv is None:
             return run(x.flatten(0, 1)).view_as(x)
         first, last = conv.coefficients(x)

@@ -71,8 +71,8 @@ def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     given.setdefault("num_key_value_heads", given["num_attention_heads"])
     given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
     sizes = {field: int(given[name]) for field, name in SIZES.items()}
-    even = sizes["head_dim"] % 2 == 0 and sizes["heads"] % max(1, sizes["kv_heads"]) == 0
-    if min(sizes.values()) < 1 or not even:
+    divisible = sizes["head_dim"] % 2 == 0 and sizes["heads"] % max(1, sizes["kv_heads"]) == 0
+    if min(sizes.values()) < 1 or not divisible:
         raise InvalidInput(
             f"its config has sizes that can't be together: {', '.join(SIZES.values())} are "
             f"{', '.join(map(str, sizes.values()))}"
