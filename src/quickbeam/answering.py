@@ -107,8 +107,13 @@ class Answering:
 
     @property
     def methods(self) -> list[str]:
-        """The names of the methods that can be used. Without a drafter, those that need none."""
-        return self.drafting.methods
+        """The names of the methods that can be used, with this model's `vocab` and `shortlist`.
+
+        Every other method is refused. Loads the drafter if needed, and raises as that does.
+        """
+        if not self.drafting.loaded:
+            self.thread.call(self._load_drafter)
+        return list(self.drafting.methods)
 
     def compile_grammar(self, grammar: Grammar) -> None:
         """Compile a grammar, so that answers with it begin at once. Raises `InvalidInput`."""
@@ -127,11 +132,15 @@ class Answering:
     ) -> Drafter | None:
         """Load and return the drafter of `method`; None where there is none or none is needed."""
         if self.drafting.lacks(asked := (method, vocab, shortlist)):
-            self.thread.call(partial(self._load_drafter, asked))
+            self.thread.call(partial(self._prepare, asked))
         return self.drafting.drafter if self.drafting.drafts(method) else None
 
-    def _load_drafter(self, asked: DraftOptions) -> None:
-        self.drafting.prepare(asked, self.model, self.tokenizer)
+    def _prepare(self, asked: DraftOptions) -> None:
+        self._load_drafter()
+        self.drafting.prepare(asked)
+
+    def _load_drafter(self) -> None:
+        self.drafting.load(self.model, self.tokenizer)
         self._bound_memory()
 
     @overload

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.drafters.vocabulary import is_listed, make_shortlist
+from quickbeam.drafters.vocabulary import is_listed, make_shortlist, shortlist_parts
+from quickbeam.errors import InvalidInput
 from quickbeam.methods import DRAFTER, METHODS, make_method, preset, stand_in
 from quickbeam.methods.base import Method
 from quickbeam.models.base import Model
@@ -33,18 +34,30 @@ class Drafting:
         self.drafter: Drafter | None = None
         self.listed = False  # whether the drafter comes with a list of frequent tokens
         self._shortlists: Callable[[str, int | None], Shortlist | None] | None = None
+        # raises `InvalidInput` for what the drafter can't score
+        self._check_vocab: Callable[[str, int | None], object] | None = None
         # methods keep what they learned in earlier answers
         self.policies: dict[Setting, Method] = {}
         self._prepared = set[DraftOptions]()
 
-    @property
-    def methods(self) -> list[str]:
-        """The names of the methods that can be used. Without a drafter, those that need none."""
-        return [
-            name
-            for name, one in METHODS.items()
-            if self._load or one.without or DRAFTER not in one.sources
-        ]
+    @cached_property
+    def methods(self) -> tuple[str, ...]:
+        """The names of the methods that can be used. If there is a drafter, it must be loaded.
+
+        The others raise `InvalidInput` in `method` or in `prepare`.
+        """
+        return tuple(name for name in METHODS if self._can_use(name))
+
+    def _can_use(self, name: str) -> bool:
+        try:
+            method = self.method(name)
+            if self.drafts(method):
+                assert self._check_vocab is not None
+                setting = self.setting(method, None, None)
+                self._check_vocab(setting.vocab, setting.shortlist)
+        except InvalidInput:
+            return False
+        return True
 
     def method(self, asked: str) -> str:
         """Return the method that answers where `asked` is asked for. Raises `InvalidInput`."""
@@ -58,13 +71,23 @@ class Drafting:
         """Whether `prepare` has something to do."""
         return self.drafts(asked[0]) and asked not in self._prepared
 
-    def prepare(self, asked: DraftOptions, model: Model, tokenizer: Any) -> None:
-        """Load the drafter and its shortlist, unless they are loaded."""
-        if self.drafter is None:
-            assert self._load is not None
-            self.drafter = self._load(model, tokenizer)
-            self.listed = is_listed(self.drafter)
-            self._shortlists = lru_cache(KEPT)(partial(make_shortlist, self.drafter, model))
+    @property
+    def loaded(self) -> bool:
+        """Whether `load` has nothing to do."""
+        return self._load is None or self.drafter is not None
+
+    def load(self, model: Model, tokenizer: Any) -> None:
+        """Load the drafter, if there is one, unless it is loaded."""
+        if self.loaded:
+            return
+        assert self._load is not None
+        self.drafter = self._load(model, tokenizer)
+        self.listed = is_listed(self.drafter)
+        self._shortlists = lru_cache(KEPT)(partial(make_shortlist, self.drafter, model))
+        self._check_vocab = partial(shortlist_parts, self.drafter, model)
+
+    def prepare(self, asked: DraftOptions) -> None:
+        """Make the shortlist that is asked for. The drafter must be loaded."""
         self.shortlist(self.setting(*asked))
         self._prepared.add(asked)
 

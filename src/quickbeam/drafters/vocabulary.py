@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.native import Router
 from quickbeam.drafters.shortlist.shortlist import WINDOW, Artefact, Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
@@ -17,6 +20,15 @@ from quickbeam.options import BESIDE, CLUSTERS, FREQUENCY, FULL, ROUTER, check_v
 SHARES = {FREQUENCY: 4, FREQUENCY + BESIDE: 16, CLUSTERS: 8, ROUTER: 16}
 BOTH = (FREQUENCY + BESIDE, ROUTER)  # kinds that score the context beside the layout's tokens
 ROUTED = (CLUSTERS, ROUTER)  # kinds whose clusters a router picks
+
+
+class ShortlistParts(NamedTuple):
+    """What a shortlist is made of: the arguments of `Shortlist` beside the head's rows."""
+
+    layout: Layout
+    router: Router | None = None
+    chosen: int = 0
+    window: int | None = None
 
 
 def make_shortlist(
@@ -32,8 +44,27 @@ def make_shortlist(
     - `router`: `clusters` and the tokens of `context`.
 
     Without a `size`, all but `context` take a share of the vocabulary (`SHARES`). Raises
-    `InvalidInput` for what is unknown, and a drafter that has a head of its own or lacks the files
-    that `quickbeam train` writes.
+    `InvalidInput` as `shortlist_parts` does.
+    """
+    parts = shortlist_parts(drafter, model, vocab, size)
+    if parts is None:
+        return None
+    return Shortlist(
+        head_rows(model.head, model),
+        parts.layout,
+        router=parts.router,
+        chosen=parts.chosen,
+        window=parts.window,
+    )
+
+
+def shortlist_parts(
+    drafter: Drafter, model: Model, vocab: str, size: int | None = None
+) -> ShortlistParts | None:
+    """Return the parts of the shortlist that `make_shortlist` makes, or `None` for `full`.
+
+    It decides what a drafter can score. Raises `InvalidInput` for what is unknown, and for a
+    drafter that has a head of its own or lacks the files that `quickbeam train` writes.
     """
     check_vocab(vocab)
     vocab = plain_vocab(vocab)
@@ -53,17 +84,16 @@ def make_shortlist(
         raise InvalidInput(
             f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary"
         )
-    weight = head_rows(model.head, model)
     if vocab == "context":
-        return Shortlist(weight, Layout.nothing(model.vocab_size), window=size or WINDOW)
+        return ShortlistParts(Layout.nothing(model.vocab_size), window=size or WINDOW)
     artefact = _artefact(drafter, model, vocab)
     size = size or model.vocab_size // SHARES[vocab]
     window = WINDOW if vocab in BOTH else None
     if vocab.startswith(FREQUENCY):
         layout = Layout.by_frequency(artefact.ranking, size, model.vocab_size)
-        return Shortlist(weight, layout, window=window)
+        return ShortlistParts(layout, window=window)
     layout, chosen = artefact.layout.within(size)
-    return Shortlist(weight, layout, router=artefact.router, chosen=chosen, window=window)
+    return ShortlistParts(layout, artefact.router, chosen, window)
 
 
 def is_listed(drafter: Drafter) -> bool:

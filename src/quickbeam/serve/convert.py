@@ -52,9 +52,10 @@ async def begin(
     with named(request):
         check_model(runner, request.model)
         speculation = request.speculation or Speculation()
-        if speculation.method not in (None, *(methods := runner.llm.methods)):
+        asked = speculation.method
+        if asked is not None and asked not in (methods := runner.llm.methods):
             raise Refused(
-                f"no method {speculation.method!r} here; this server runs {', '.join(methods)}",
+                f"no method {asked!r} here; this server runs {', '.join(methods)}",
                 "speculation.method",
             )
         if tokens > LONG * request.count * (room := runner.llm.room(0)):  # not worth tokenising

@@ -118,9 +118,13 @@ async def serve(
 
 
 def prepare(load: Callable[[], LLM]) -> tuple[LLM, str]:
-    """Load a model, measure its costs and answer once; return it and its fingerprint."""
+    """Load a model and its drafter, measure its costs and answer once.
+
+    Returns the model and its fingerprint.
+    """
     llm = load()
     _ = llm.engine.budget
+    _ = llm.methods  # loads the drafter, so that no request waits for that
     llm.generate("Hello", WARM)
     llm.reset()
     return llm, fingerprint_of(llm)
