@@ -2,8 +2,10 @@
 asyncio."""
 
 import asyncio
+import copy
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -252,3 +254,14 @@ def test_an_observer_that_asks_the_same_model_is_told(llm, alone):
     refuses("under way", stream.result, error=QuickbeamError)
     assert len([error for error in errors if "under way" in error]) >= 2
     assert other.result().token_ids == alone[PROMPTS[0]]
+
+
+def test_pickling_and_copying_say_what_to_do_instead(llm):
+    stream = llm.stream("hello", PARAMS)
+    for loaded in (llm, AsyncLLM(llm=llm), llm.generate, {"model": llm}, stream):
+        for function in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(TypeError, match="load it in each process, .*`quickbeam serve`"):
+                function(loaded)
+    with pytest.raises(TypeError, match="^LLM: a loaded model can't be pickled or copied"):
+        copy.copy(llm)
+    assert len(stream.result().token_ids) == 24  # nothing was disturbed

@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import Self
 
 from quickbeam.answering import Message, Observer, Prompt
-from quickbeam.engine.loop import EngineThread
+from quickbeam.engine.loop import EngineThread, refuse_copy
 from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import SequenceState, Times
 from quickbeam.engine.stream import Delta, Stream
@@ -158,6 +158,8 @@ class AsyncLLM:
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self.closed, tokenizer = False, self.llm.tokenizer
         self._text = cache(lambda token: str(tokenizer.decode([token])))  # of a token, for traces
+
+    __reduce__ = refuse_copy
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any

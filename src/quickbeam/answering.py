@@ -16,7 +16,7 @@ from quickbeam.drafters.base import Drafter
 from quickbeam.drafting import Drafting, DraftOptions
 from quickbeam.engine.budget import MAX_NODES_SLOW
 from quickbeam.engine.engine import Engine
-from quickbeam.engine.loop import Client, EngineThread
+from quickbeam.engine.loop import Client, EngineThread, refuse_copy
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import Request
@@ -79,6 +79,8 @@ class Answering:
         self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self.eos_ids)
         self._kv_memory = kv_memory
         self._bound_memory()
+
+    __reduce__ = refuse_copy
 
     def _bound_memory(self) -> None:
         """Set how many pages of keys and values there may be, of target and drafter together."""

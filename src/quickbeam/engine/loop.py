@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.sequence import SequenceState
@@ -36,6 +36,15 @@ class Client(Protocol):
 
         Called on the engine's thread, so it must not wait for anything.
         """
+
+
+def refuse_copy(loaded: object) -> NoReturn:
+    """Raise `TypeError`: the `__reduce__` of what can't be pickled or copied, as a loaded model."""
+    raise TypeError(
+        f"{type(loaded).__name__}: a loaded model can't be pickled or copied, because its weights "
+        "and its thread belong to this process; load it in each process, or start "
+        "`quickbeam serve` and ask it from all of them"
+    )
 
 
 class EngineLoop:
@@ -133,6 +142,8 @@ class EngineThread:
         self._starting = threading.Lock()  # held while the thread starts or ends
         # an object that dies may be collected on any thread, this one included: nothing waits
         weakref.finalize(self, self._loop.inbox.put, None).atexit = False
+
+    __reduce__ = refuse_copy
 
     def submit(self, sequence: SequenceState, clients: Sequence[Client]) -> None:
         """Put a request's sequence into the queue. `clients` are notified of what becomes of it.
