@@ -4,19 +4,22 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from batches import echo, go, lines, records
 from cases import refuses
 from quickbeam import LLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.run import CHAT, COMPLETIONS, RESPONSES, Reply, parse, read, run
-from scripts import cli
+from scripts import captured, cli
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "seed": 7}
 LINES = [
@@ -253,6 +256,43 @@ def test_killed_at_any_moment_each_is_answered_once(tmp_path):
     kept = output.read_bytes().count(b"\n")
     assert 161 <= kept < 400 and go(source, output) == (400, 400 - kept)
     whole(source, output)
+
+
+def mapped_model(folder, source):
+    """A copy of a model whose weights are stored as they are used, so that passes read the file."""
+    shutil.copytree(source, folder)
+    file = folder / "model.safetensors"
+    weights = {name: weight.bfloat16() for name, weight in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    return file
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="no such signal")
+def test_a_model_file_that_is_cut_ends_the_process_and_the_same_command_goes_on(
+    toy_folder, tmp_path
+):
+    file, output = mapped_model(tmp_path / "model", toy_folder), tmp_path / "out.jsonl"
+    asked = {"max_tokens": 200, "ignore_eos": True}
+    source = lines(tmp_path / "in.jsonl", [{"prompt": f"abc {i}", **asked} for i in range(16)])
+    arguments = ["batch", source, output, "--model", file.parent, "--max-running", "1"]
+    program = [sys.executable, "-m", "quickbeam", *map(str, arguments)]
+    kept = file.read_bytes()
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as batch:
+        while not output.exists() or output.read_bytes().count(b"\n") < 2:
+            assert batch.poll() is None
+            time.sleep(0.001)
+        os.truncate(file, 0)
+        errors = batch.communicate(timeout=120)[1]
+    assert batch.returncode == -signal.SIGBUS
+    assert errors.startswith("Fatal Python error: Bus error\n")
+    before = output.read_bytes()
+    assert 2 <= before.count(b"\n") < 16
+    file.write_bytes(kept)
+    done = captured(program, timeout=120)
+    assert (done.returncode, done.stderr) == (0, f"16 of 16 answers are in {output}\n")
+    assert output.read_bytes().startswith(before)
+    ids = [one["custom_id"] for one in records(output)]
+    assert len(ids) == 16 == len(set(ids))
 
 
 USER = [{"role": "user", "content": "abc abc"}]

@@ -260,8 +260,8 @@ def test_pickling_and_copying_say_what_to_do_instead(llm):
     stream = llm.stream("hello", PARAMS)
     for loaded in (llm, AsyncLLM(llm=llm), llm.generate, {"model": llm}, stream):
         for function in (pickle.dumps, copy.deepcopy):
-            with pytest.raises(TypeError, match="load it in each process, .*`quickbeam serve`"):
+            with pytest.raises(TypeError, match=r"load it in each process, .*`quickbeam serve`"):
                 function(loaded)
-    with pytest.raises(TypeError, match="^LLM: a loaded model can't be pickled or copied"):
+    with pytest.raises(TypeError, match=r"^LLM: a loaded model can't be pickled or copied"):
         copy.copy(llm)
     assert len(stream.result().token_ids) == 24  # nothing was disturbed

@@ -5,6 +5,7 @@ It draws on stderr and writes data to stdout. Everything else is the library's w
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import sys
@@ -18,6 +19,10 @@ def main() -> None:
     if not sys.warnoptions and not os.environ.get("QUICKBEAM_DEBUG"):
         # warnings of libraries don't concern the user of the command
         warnings.simplefilter("ignore")
+    if sys.stderr is not None:
+        # Says which signal ends the process, and where. "Fatal Python error: Bus error" means that
+        # a file of the model was cut while it was mapped (docs/troubleshooting.md).
+        faulthandler.enable(all_threads=False)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # a terminal that lacks a character shows ? instead of failing
