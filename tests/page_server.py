@@ -24,6 +24,13 @@ SWITCHES += ["disable-background-networking", "disable-component-update", "disab
 EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>'
 ANSWERS = {
     "evil": [EVIL, " and", " ", EVIL, " again", "</span>", " &amp;", " &lt;b>"],
+    # fences that tokens cut through, and what is none
+    "code": [
+        *("Here", " it", " is", ":\n\n", "``", "`", "python", "\n", "def", " add", "(a", ",", " b"),
+        *("):\n", "   ", " return", " a", " +", " b", "\n```", "\n\n", "Call", " `", "add", "`:\n"),
+        *("~~~~\n", "add", "(1,", " 2)", "  ~~~~\n", "~~~\n", "~", "~~~", "\n", "```", " is", " a"),
+        *(" fence", "`.\n", "  ```", "sh\n", "\tls", "\n"),  # and one that nothing closes
+    ],
     "cut": ["A", " tree", " \ufffd", "\ufffd", " of", " rowan", "."],  # two tokens of one character
 }
 TEXTS = {"cut": "A tree 🌳 of rowan."}
@@ -88,8 +95,8 @@ class Stand:
 
     async def models(self, request):
         self.paths.append(request.url.path)
-        methods = {"methods": ["ar", "auto", "logitspec"], "default_method": "auto"}
-        model = {"id": "rowan-135m", "object": "model", "quickbeam": methods}
+        methods = {"methods": ["ar", "auto", "logitspec", "future"], "default_method": "auto"}
+        model = {"id": "rowan-135m", "object": "model", "quickbeam": methods, "max_model_len": 8192}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def chat(self, request):
@@ -97,13 +104,22 @@ class Stand:
         body = await request.json()
         self.asked.append(body | {"authorization": request.headers.get("authorization")})
         prompt = body["messages"][-1]["content"]
+        if "objekt" in json.dumps(body.get("response_format")):
+            return refuse(400, "json_schema: Invalid type: objekt", param="response_format")
+        if not body.get("stream"):  # the page asks whether a schema is taken
+            return JSONResponse({"choices": []})
+        if prompt.startswith("9,000 words"):
+            about = {"code": "context_length_exceeded", "param": prompt.split()[-1]}
+            return refuse(400, "This model's maximum context length is 8192 tokens", **about)
         if prompt.startswith("locked") and request.headers.get("authorization") != "Bearer rowan":
             return refuse(401, "give the API key as Authorization: Bearer KEY")
         if prompt.startswith("bad"):
-            return refuse(400, f"temperature={EVIL}; must be 0 or more")
+            return refuse(400, f"temperature={EVIL}: must be 0 or more", param="temperature")
+        if prompt.startswith("odd"):
+            return refuse(400, f"the template refuses this: {EVIL}")
         if prompt.startswith("full") and self.busy > 0:
             self.busy -= 1
-            return refuse(429, "64 requests wait already", {"Retry-After": "7"})
+            return refuse(429, "64 requests wait already", headers={"Retry-After": "7"})
         return StreamingResponse(self.events(prompt, body), media_type="text/event-stream")
 
     async def events(self, prompt, body):
@@ -111,8 +127,8 @@ class Stand:
         tokens = words(prompt)
         if prompt.startswith("differs") and method == "ar":
             tokens = [*tokens[:4], " oak", *tokens[5:]]
-        if prompt.startswith("endless"):
-            tokens = tokens * 500
+        if prompt.startswith(("endless", "lengthy")):
+            tokens = tokens * (500 if prompt.startswith("endless") else 30)
         self.open += 1
         try:
             async for event in script(prompt, tokens, method):
@@ -154,10 +170,9 @@ def event(delta, finish_reason=None, **more):
     return sent({"object": "chat.completion.chunk", "choices": [choice]} | more)
 
 
-def refuse(status, message, headers=None):
-    return JSONResponse(
-        {"error": {"message": message, "type": "invalid_request_error"}}, status, headers
-    )
+def refuse(status, message, param=None, code=None, headers=None):
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
+    return JSONResponse({"error": error}, status, headers)
 
 
 def serving(app):

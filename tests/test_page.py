@@ -8,6 +8,8 @@ import pytest
 
 from page_server import CHROMIUM, DEFAULT, EVIL, TEXT, Stand, chromium, serving, steps_of, words
 from quickbeam import LLM
+from quickbeam.drafters.base import GRAMMAR
+from quickbeam.methods import METHODS
 from quickbeam.serve.app import create_app
 from quickbeam.serve.app import page as page_file
 from quickbeam.serve.runner import Runner
@@ -120,6 +122,202 @@ def test_answer_is_coloured_by_source(open_page, stand):
     assert len(looks) == 5 == len({colour for colour, _ in looks})
     # told apart without colour, too
     assert len({re.sub(r"rgb\S* ?|\(.*?\)", "", line) for _, line in looks}) == 5
+
+
+def test_fenced_code_is_set_apart_with_its_indentation(open_page):
+    page = open_page()
+    answered(page, "code")
+    assert text(page, ".text") == "".join(words("code"))
+    code = page.locator(".text pre code")
+    expected = ["def add(a, b):\n    return a + b\n", "add(1, 2)  ~~~~\n~~~\n", "\tls\n"]
+    assert code.all_text_contents() == expected
+    fences = page.locator(".text pre .fence").all_text_contents()
+    assert fences == ["```python\n", "```\n", "~~~~\n", "~~~~\n", "  ```sh\n"]
+    prose = page.locator(".text > div").all_text_contents()
+    assert prose == ["Here it is:\n\n", "\nCall `add`:\n", "``` is a fence`.\n"]
+    # indentation and every character's width are kept, and its tokens are marked
+    first, wide = code.first, "one => [one, one.parentNode].map(getComputedStyle)"
+    looks = f"one => ({wide})(one).map(look => [look.fontFamily, look.whiteSpace])"
+    assert all("mono" in family and space == "pre" for family, space in first.evaluate(looks))
+    assert first.locator(".token").all_text_contents()[:3] == ["def", "add", "(a"]
+    assert first.locator(".s-drafter").count() > 0
+    first.locator(".token").nth(1).click()
+    assert page.locator(".token.on").all_text_contents() == ["\n", "def", "add", "(a"]
+
+
+# Answers of pieces like these, as they come in steps and as a whole. Gives what differs.
+IN_STEPS = """() => {
+  const pieces = ["`", "``", "```", "~~~", "~~~~", "\\n", "\\n", "  ", "\\t", "py", "a `b`"];
+  pieces.push("x".repeat(150));
+  const draw = (most) => Math.floor(Math.random() * most);
+  const part = (one) => [one.className || one.tagName, one.textContent];
+  const shape = (box) => [...box.children].map((one) =>
+    one.tagName === "PRE" ? [...one.children].map(part) : one.textContent);
+  for (let round = 0; round < 300; round++) {
+    const token = () => ({ text: pieces[draw(pieces.length)], source: "ngram", step: 0 });
+    const tokens = Array.from({ length: 2 + draw(40) }, token);
+    const build = (sizes) => {
+      const answer = { text: "", tokens: [] };
+      const box = document.createElement("div");
+      const colouring = new Colouring(answer, box);
+      for (const size of sizes) {
+        for (const token of tokens.slice(answer.tokens.length, answer.tokens.length + size)) {
+          answer.tokens.push(token);
+          answer.text += token.text;
+        }
+        colouring.update(false);
+        if (box.textContent !== answer.text) throw new Error("text was lost");
+      }
+      colouring.update(true);
+      return box;
+    };
+    const [whole, steps] = [build([tokens.length]), build(tokens.map(() => 1))];
+    const [first, second] = [whole, steps].map((box) => JSON.stringify(shape(box)));
+    if (first !== second) return [first, second];
+    const text = tokens.map((token) => token.text).join("");
+    if (whole.textContent !== text || steps.textContent !== text) return [text, steps.textContent];
+  }
+  return [];
+}"""
+
+
+def test_code_looks_the_same_however_it_arrived(open_page):
+    assert open_page().evaluate(IN_STEPS) == []
+
+
+def test_underlines_can_be_switched_off(open_page):
+    page = open_page()
+    answered(page, "rowans")
+    lines = "all => new Set(all.map(one => getComputedStyle(one).textDecorationLine)).size"
+    assert page.eval_on_selector_all(".token", lines) == 2  # the target's have none
+    switch = page.get_by_role("button", name="Underlines")
+    expect(switch).to_have_attribute("aria-pressed", "true")
+    switch.click()
+    expect(switch).to_have_attribute("aria-pressed", "false")
+    none = "all => all.every(one => getComputedStyle(one).textDecorationLine === 'none')"
+    assert page.eval_on_selector_all(".token, .sample", none)
+    page.reload()
+    expect(switch).to_have_attribute("aria-pressed", "false")
+    assert page.eval_on_selector_all(".sample", none)
+    switch.click()
+    assert not page.eval_on_selector_all(".sample", none)
+
+
+# whether an element is seen in the box that scrolls it
+SEEN = """([outer, inner]) => {
+  const [a, b] = [outer, inner].map((one) => document.querySelector(one).getBoundingClientRect());
+  const [across, down] = [[a.left, b.left, b.right, a.right], [a.top, b.top, b.bottom, a.bottom]];
+  const rises = (all) => all.every((one, i) => i === 0 || all[i - 1] <= one + 1);
+  return b.width > 0 && rises(across) && rises(down);
+}"""
+
+
+def test_the_chosen_step_is_scrolled_to(open_page):
+    page = open_page(width=1280)
+    answered(page, "lengthy")
+    token, column = ["#turns", ".token.on"], ["#timeline", "#timeline [aria-selected=true]"]
+    page.focus("#timeline [aria-selected=true]")
+    for key in ("Home", "PageDown", "End", "PageUp"):
+        page.keyboard.press(key)
+        assert page.evaluate(SEEN, token) and page.evaluate(SEEN, column), key
+    page.keyboard.press("Home")
+    for _ in range(3):
+        page.click("#after")
+    assert page.evaluate(SEEN, token) and page.evaluate(SEEN, column)
+    # where only one half is shown, it is scrolled when it is shown
+    page = open_page(width=390)
+    answered(page, "lengthy")
+    number = page.locator(".token").count() // 2
+    page.locator(".token").nth(number).click()
+    assert page.evaluate(SEEN, column)
+    assert page.evaluate(SEEN, ["#inspector", "#canvas"])
+    page.focus("#timeline [aria-selected=true]")
+    page.keyboard.press("Home")
+    page.click("#show-chat")
+    assert page.evaluate(SEEN, token)
+
+
+def test_each_method_and_source_is_explained(open_page, stand):
+    page = open_page()
+    assert page.evaluate("Object.keys(METHODS)") == list(METHODS)
+    sources = {source for preset in METHODS.values() for source in preset.sources}
+    assert {*page.evaluate("Object.keys(SOURCES)")} == {*sources, GRAMMAR, "target"}
+    options = page.locator("#method option").all_text_contents()
+    assert options == [
+        "auto (default): all sources, each where it pays",
+        "ar: plain decoding, no drafts",
+        "logitspec: second choices, continued from the text so far",
+        "future",  # a newer server's
+    ]
+    page.select_option("#method", "ar")
+    answered(page, "rowans")
+    assert stand.asked[-1]["speculation"] == {"method": "ar"}
+
+
+REFUSED_PROMPTS = {
+    "9,000 words messages": ("This is too long", "8,192 tokens in all, about 5,800 words"),
+    "9,000 words max_completion_tokens": ("The answer does not fit", "an answer of 256 tokens"),
+    "bad": ("Temperature: the server refuses this", "It says: must be 0 or more."),
+    "odd": ("The server does not take this request", f"the template refuses this: {EVIL}"),
+}
+
+
+@pytest.mark.parametrize("prompt", REFUSED_PROMPTS)
+def test_what_cannot_be_answered_comes_back_for_editing(open_page, stand, prompt):
+    title, reason = REFUSED_PROMPTS[prompt]
+    page = open_page()
+    answered(page, "rowans")
+    ask(page, prompt)
+    notice = page.locator("#notice")
+    expect(notice.locator("strong")).to_have_text(title)
+    told = notice.text_content()
+    assert reason in told and not re.search("max_|_tokens|top_p|temperature=", told)
+    expect(page.locator("#prompt")).to_have_value(prompt)
+    expect(page.locator("#prompt")).to_be_focused()
+    expect(page.locator(".turn")).to_have_count(1)
+    expect(page.locator("#send")).to_be_visible()
+    assert page.locator("#turns img").count() == 0 and page.evaluate("window.hacked") is None
+    answered(page, "edited")
+    expect(notice).to_be_hidden()
+    said = [message["content"] for message in stand.asked[-1]["messages"]]
+    assert said == ["rowans", TEXT, "edited"]
+
+
+def test_a_setting_that_is_refused_can_be_changed(open_page):
+    page = open_page()
+    ask(page, "9,000 words max_completion_tokens")
+    page.locator("#notice button").click()
+    expect(page.locator("#max_tokens")).to_be_focused()
+    expect(page.locator(".welcome")).to_be_visible()  # there is no turn any more
+
+
+@pytest.mark.parametrize(("schema", "reason"), [
+    ('{"type": ', "This is not a JSON schema: "),
+    ("[]", "This is not a JSON schema: a schema is an object"),
+    ('{"type": "objekt"}', "hold an answer to this schema: Invalid type: objekt"),
+])  # fmt: skip
+def test_a_schema_that_cannot_be_is_told_in_its_dialog(open_page, stand, schema, reason):
+    page = open_page()
+    page.click("#open-settings")
+    page.fill("#schema", schema)
+    page.click("#done")
+    problem = page.locator("#schema-problem")
+    expect(problem).to_contain_text(reason)
+    expect(page.locator("#settings")).to_be_visible()
+    expect(page.locator("#schema")).to_be_focused()
+    expect(page.locator("#schema")).to_have_attribute("aria-invalid", "true")
+    page.keyboard.press("Escape")  # and asked nevertheless
+    ask(page, "rowans")
+    expect(page.locator("#settings")).to_be_visible()
+    expect(problem).to_contain_text(reason)
+    page.fill("#schema", '{"type": "object"}')
+    expect(problem).to_be_hidden()
+    page.click("#done")
+    expect(page.locator("#settings")).to_be_hidden()
+    expect(page.locator("#prompt")).to_have_value("rowans")
+    page.press("#prompt", "Enter")
+    page.locator(".turn:not(.busy) .token").first.wait_for()
+    assert text(page, ".text") == TEXT
 
 
 def test_request_says_what_was_set(open_page, stand):
@@ -236,7 +434,8 @@ def test_what_the_model_writes_stays_text(open_page):
     page.focus("#timeline [aria-selected=true]")
     page.keyboard.press("Home")
     page.click("#as-table summary")
-    assert EVIL in answered(page, "bad").locator(".error").text_content()
+    ask(page, "odd")
+    expect(page.locator("#notice")).to_contain_text(EVIL)
     expect(page.locator("img, #turns script, #inspector script")).to_have_count(0)
     assert page.evaluate("window.hacked") is None
 
@@ -251,7 +450,7 @@ def test_busy_server_is_told_and_tried_again(open_page, stand):
     turn.locator(".error button").click()
     page.locator(".token").first.wait_for()
     page.locator(".turn:not(.busy)").wait_for()
-    assert text(page, ".text") == TEXT and page.locator(".error").count() == 0
+    assert text(page, ".text") == TEXT and page.locator(".turn .error").count() == 0
 
 
 def test_a_missing_key_is_asked_for(open_page):
@@ -294,7 +493,7 @@ def test_keyboard_alone(open_page, stand):
         reached.append(where)
     names = [name for name, _ in reached]
     order = ["method", "beside", "send", "option", "before", "canvas", "new", "open-settings"]
-    order += ["theme", "turns"]
+    order += ["underlines", "theme", "turns"]
     # "after" is off at the last step; the page begins again after the table
     assert [name for name in names if name in order] == order
     # the focus is seen wherever it is
@@ -326,3 +525,17 @@ def test_real_server(open_page, toy_folder):
             assert answer and answer == page.evaluate(f"turns[{number}].answer.text")
             tokens = "".join(turn.locator(".token").all_text_contents())
             assert tokens.replace(" ", "") == answer.replace(" ", "")
+        for question, told in (("abc " * 400, "This is too long"), ("abc " * 7000, "too long")):
+            ask(page, question)
+            expect(page.locator("#notice")).to_contain_text(told, timeout=60_000)
+            expect(page.locator("#prompt")).to_have_value(question)
+        page.click("#open-settings")
+        page.fill("#max_tokens", "100000")
+        page.keyboard.press("Enter")
+        page.click("#new")
+        ask(page, "abc")
+        expect(page.locator("#notice")).to_contain_text("The answer does not fit", timeout=60_000)
+        page.click("#open-settings")
+        page.fill("#schema", '{"type": "objekt"}')
+        page.click("#done")
+        expect(page.locator("#schema-problem")).to_contain_text("objekt", timeout=60_000)
