@@ -115,6 +115,9 @@ class Stand:
             return refuse(401, "give the API key as Authorization: Bearer KEY")
         if prompt.startswith("bad"):
             return refuse(400, f"temperature={EVIL}: must be 0 or more", param="temperature")
+        if prompt.startswith("half a"):
+            message = "messages[0].content: must be whole characters"
+            return refuse(400, message, param="messages[0].content")
         if prompt.startswith("odd"):
             return refuse(400, f"the template refuses this: {EVIL}")
         if prompt.startswith("full") and self.busy > 0:

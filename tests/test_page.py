@@ -258,6 +258,7 @@ REFUSED_PROMPTS = {
     "9,000 words messages": ("This is too long", "8,192 tokens in all, about 5,800 words"),
     "9,000 words max_completion_tokens": ("The answer does not fit", "an answer of 256 tokens"),
     "bad": ("Temperature: the server refuses this", "It says: must be 0 or more."),
+    "half a": ("Message: the server refuses this", "It says: must be whole characters."),
     "odd": ("The server does not take this request", f"the template refuses this: {EVIL}"),
 }
 
