@@ -142,7 +142,7 @@ def test_json_is_the_completion_and_ctrl_c_and_errors_keep_what_was_produced(run
 
 BAD = {
     "generate hi --method lgitspec": ["unknown method 'lgitspec'", *METHODS],
-    "generate hi --temperature -1": ["temperature=-1.0", "at least 0"],
+    "generate hi --temperature -1": ["temperature=-1.0", "a number between 0 and"],
     "generate hi --dtype int8": ["--dtype", "bfloat16", "float32"],
     "generate hi --budget 0": ["--budget '0'", "auto"],
     "generate hi --raw --system x": ["--system", "--raw"],

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quickbeam import hub
+from quickbeam import hub, options
 from quickbeam.answering import Answering, choose_budget
 from quickbeam.drafters.loading import load_drafter
 from quickbeam.drafters.mtp import runs_mtp
@@ -29,6 +31,28 @@ from quickbeam.models.native import choice, library
 from quickbeam.models.opening import open_model
 from quickbeam.mtp import MTP
 from quickbeam.options import Budget, check_vocab, parse_bytes
+from quickbeam.params import FLAG, Rules, check_values, optional, whole
+
+SOURCE = (
+    optional(lambda given: isinstance(given, str | PathLike) and str(given) != ""),
+    "a folder, a .gguf file or a Hugging Face id, as a text or a Path; None: the default",
+)
+FILE = (optional(lambda given: isinstance(given, str | PathLike)), "a file's path, or None")
+# the arguments whose wrong types nothing else would name
+ARGUMENTS: Rules = {
+    "model": SOURCE,
+    "drafter": SOURCE,
+    "max_running": (whole(1), "at least 1 answer at a time"),
+    "keep": FILE,
+    "share_prefixes": FLAG,
+    "trust_remote_code": FLAG,
+    "device_map": (
+        optional(lambda given: isinstance(given, str | Mapping)),
+        "a text or a dict, as in transformers, or None",
+    ),
+    "progress": (optional(callable), "a function of a text and a number, or None"),
+    **options.RULES,
+}
 
 
 class LLM(Answering):
@@ -72,13 +96,13 @@ class LLM(Answering):
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         method: str = "auto",
         *,
         dtype: str = "bfloat16",
         device: str | None = None,
         budget: Budget | None = None,
-        drafter: str | None = None,
+        drafter: str | PathLike[str] | None = None,
         vocab: str | None = None,
         shortlist: int | None = None,
         max_running: int = MOST_ACTIVE,
@@ -94,12 +118,13 @@ class LLM(Answering):
         memory: int | str | None = None,
         progress: Any = None,
     ) -> None:
-        named, drafter = drafter, drafter or hub.shipped_drafter(model)
+        check_values(locals(), ARGUMENTS)
+        model = None if model is None else fspath(model)
+        named = None if drafter is None else fspath(drafter)
+        drafter = named or hub.shipped_drafter(model)
         asked, method = method, stand_in(method, drafter is not None)
         measured = choose_budget(budget, method) is None
         check_vocab(vocab or preset(method).vocab)
-        if not isinstance(max_running, int) or max_running < 1:
-            raise InvalidInput(f"max_running={max_running!r}: must be at least 1 answer at a time")
         remembered = _remembered(memory_of_answers, keep, model or hub.DEFAULT)
         room, limit = (None if size is None else parse_bytes(size) for size in (kv_memory, memory))
         torch_dtype, place = wanted_dtype(dtype), pick_device(device)
