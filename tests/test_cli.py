@@ -155,7 +155,7 @@ BAD = {
     "generate": ["prompt"],
     "generate hi --nonsense": ["--nonsense"],
     "gnerate": ["gnerate"],
-    "pull nope": ["unknown embedded model 'nope'", "smollm2-135m"],
+    "pull nope": ["unknown built-in model 'nope'", "smollm2-135m"],
     "generate hi --method pld --drafter small": ["--drafter small", "'pld' drafts without"],
     "chat --min-p 2": ["min_p=2.0"],
     "chat --method dyspec --model other": ["method 'dyspec' drafts with a model", "--drafter"],

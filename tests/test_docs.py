@@ -187,6 +187,29 @@ def test_the_readme_begins_with_the_commands_that_try_and_test_it():
     assert installs == [["pip", "install", ".[serve,grammar]"]]
 
 
+def test_words_are_explained_before_a_newcomer_needs_them():
+    before, table = read("README.md").split("\n| server |")
+    assert all(word in before for word in ("*drafts*", "*nodes*", "*step*", "(`ar`, "))
+    headings = table.partition("\n")[0].strip(" |").split(" | ")
+    assert len(headings) == 6 and all(
+        heading.endswith(("client", "clients")) for heading in headings
+    )
+    glossary = "\n".join(re.findall(r"^\| ([^|]+) \|", read("docs/glossary.md"), re.MULTILINE))
+    for word in (
+        "`ar`",
+        "`auto`",
+        "Draft,",
+        "Node",
+        "Step",
+        "Source",
+        "Recycling",
+        "Built-in model",
+    ):
+        assert word in glossary, word
+    for text in (*map(read, PAGES), hooks().commands()):
+        assert not re.search(r"embedded (model|name|default|one)", text, re.IGNORECASE)
+
+
 def test_what_repeats_the_code():
     assert len(read("README.md").splitlines()) <= 120
     text = read("docs/guides/methods.md").split("## All methods\n")[1].split("\n## ")[0]

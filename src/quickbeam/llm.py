@@ -58,7 +58,7 @@ ARGUMENTS: Rules = {
 class LLM(Answering):
     """A causal language model that drafts ahead and gives the answers of plain decoding.
 
-    - `model`: a Hugging Face id, a folder or a `.gguf` file. None takes the embedded default, which
+    - `model`: a Hugging Face id, a folder or a `.gguf` file. None takes the built-in model, which
       is fetched on first use.
     - `method`: a name of `methods/__init__.py`. A call may name another one.
     - `dtype`: `bfloat16`, `float16`, `float32`, or `auto` for the checkpoint's own.
@@ -88,7 +88,7 @@ class LLM(Answering):
     - `memory`: how much the model's weights may take, in bytes or as in `"2GB"`. The weights beyond
       that are brought in every pass (`docs/memory.md`): on a CPU from disk, on CUDA from the host's
       memory.
-    - `progress`: called as `progress(stage, fraction)` while an embedded model is fetched and while
+    - `progress`: called as `progress(stage, fraction)` while a built-in model is fetched and while
       the native kernels are compiled.
 
     Raises `InvalidInput` for arguments that can't be used, before any work.
