@@ -126,7 +126,8 @@ class LLM(Answering):
         measured = choose_budget(budget, method) is None
         check_vocab(vocab or preset(method).vocab)
         remembered = _remembered(memory_of_answers, keep, model or hub.DEFAULT)
-        room, limit = (None if size is None else parse_bytes(size) for size in (kv_memory, memory))
+        room = None if kv_memory is None else parse_bytes(kv_memory, "kv_memory")
+        limit = None if memory is None else parse_bytes(memory, "memory")
         torch_dtype, place = wanted_dtype(dtype), pick_device(device)
         for one in [weights] if draft_weights is None else [weights, draft_weights]:
             refuse_place(check_weights(one), place, torch_dtype)
@@ -135,6 +136,8 @@ class LLM(Answering):
         for source in (model, drafter):
             if source is not None:
                 hub.check_source(source)
+        if model is not None and revision is None:
+            hub.check_hub(model)
         prepare_kernels(place, torch_dtype, progress)
         name, self.folder = model or hub.DEFAULT, str(hub.resolve(model, progress))
         if progress:
@@ -162,7 +165,8 @@ def _remembered(size: int | str, keep: str | Path | None, model: str) -> AnswerM
         if keep is not None:
             raise InvalidInput(f"keep={str(keep)!r}: a memory of answers of 0 keeps none")
         return None
-    return AnswerMemory(parse_bytes(size), None if keep is None else Path(keep), model)
+    limit = parse_bytes(size, "memory_of_answers")
+    return AnswerMemory(limit, None if keep is None else Path(keep), model)
 
 
 def prepare_kernels(place: torch.device, dtype: torch.dtype | None, progress: Any = None) -> None:

@@ -117,10 +117,11 @@ def check_vocab(vocab: str, size: int | None = None) -> None:
         )
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, name: str = "") -> int:
     """Return the bytes that a number or a text such as `2GB` or `512 MiB` means.
 
-    Raises `InvalidInput` for other texts, and for less than one byte.
+    `name`: the argument that has this value, for errors. Raises `InvalidInput` for other texts, and
+    for less than one byte.
     """
     text = str(size).strip().upper()
     number = text.rstrip("KMGTIB ")
@@ -130,5 +131,6 @@ def parse_bytes(size: int | str) -> int:
     except (ValueError, KeyError, OverflowError):
         value = 0
     if value < 1:
-        raise InvalidInput(f"{size!r} is not a size of memory: give bytes, or as in 2GB or 512MiB")
+        given = f"{name}={size!r}" if name else repr(size)
+        raise InvalidInput(f"{given} is not a size of memory: give bytes, or as in 2GB or 512MiB")
     return value

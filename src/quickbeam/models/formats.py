@@ -37,7 +37,8 @@ def pick_device(name: str | None) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise InvalidInput(
-            f"device {name!r} can't be used: {str(error).splitlines()[0]}"
+            f"device {name!r} can't be used: give 'cpu', or 'cuda' where there is a GPU "
+            f"({str(error).splitlines()[0]})"
         ) from error
     return device
 
