@@ -183,7 +183,7 @@ def test_a_conversation_keeps_its_common_prefix(toy_folder, monkeypatch):
 @pytest.mark.parametrize(("options", "words"), [
     ({"model": "no/such/folder"}, "no such model folder"),
     ({"model": "./missing.gguf"}, "no such model folder or file"),
-    ({"model": "organisation/not-cached"}, "load 'organisation/not-cached': .* built-in model: smol"),
+    ({"model": "organisation/not-cached"}, "'organisation/not-cached': .* built-in model: smol"),
     ({"model": str(Path(__file__).parent)}, r"has no config\.json"),
     ({"method": "lgitspec"}, "unknown method 'lgitspec'; known: ar, pld, logitspec"),
     ({"dtype": "int3"}, "unknown dtype 'int3'; known: auto, bfloat16"),
