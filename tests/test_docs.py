@@ -183,6 +183,10 @@ def test_the_readme_begins_with_the_commands_that_try_and_test_it():
     ]
     for line in first[0].block.body.splitlines()[1:]:
         assert re.search(r"#.*\d minutes", line), line
+    makefile = read(
+        "Makefile"
+    )  # what follows without a compiler is said before anything is fetched
+    assert makefile.index("native.build --compiler") < makefile.index("pip install")
     installs = [one.words for one in own if one.words[0] == "pip"]
     assert installs == [["pip", "install", ".[serve,grammar]"]]
 
