@@ -155,7 +155,8 @@ class AsyncLLM:
     """
 
     def __init__(self, *arguments: Any, llm: LLM | None = None, **options: Any) -> None:
-        self.llm, self._given = llm or LLM(*arguments, **options), llm is not None
+        self.llm = llm or LLM(*arguments, **options)
+        self._given = llm is not None
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self.closed, tokenizer = False, self.llm.tokenizer
         self._text = cache(lambda token: str(tokenizer.decode([token])))  # of a token, for traces

@@ -39,18 +39,15 @@ Conversation = str | Sequence[Message]  # a text is one message of the user's
 Observer = Callable[[StepRecord], None]
 One = SamplingParams | None
 Many = SamplingParams | Sequence[SamplingParams] | None
-TEMPLATE = {
+TEMPLATE_RULES = {
     "template": (
         lambda given: isinstance(given, Mapping | None),
         "a dict of arguments for the chat template, as {'tools': […]}",
     )
 }
-STREAMED = {
+STREAM_RULES = {
     "choice": (optional(whole(0)), "an integer of at least 0, or None"),
-    "observer": (
-        lambda given: given is None or callable(given),
-        "a function that is called with each step's StepRecord",
-    ),
+    "observer": (optional(callable), "a function that is called with each step's StepRecord"),
 }
 SHARE = 0.5  # the share of the memory free after loading that keys and values may take
 
@@ -274,7 +271,7 @@ class Answering:
         it is; tenants take turns where requests wait.
         """
         check_options(options)
-        check_values({"choice": choice, "observer": observer}, STREAMED)
+        check_values({"choice": choice, "observer": observer}, STREAM_RULES)
         params = _checked(params)
         if choice is None and params.n > 1:
             raise InvalidInput(
@@ -367,7 +364,7 @@ class Answering:
         return [int(token) for token in ids]
 
     def _encode(self, messages: Conversation, template: Any) -> list[int]:
-        check_values({"template": template}, TEMPLATE)
+        check_values({"template": template}, TEMPLATE_RULES)
         return self.encode_chat(messages, **(template or {}))
 
     def reset(self) -> None:
@@ -398,8 +395,8 @@ def _is_list(value: Any) -> bool:
 def _checked(params: Any) -> SamplingParams:
     if not isinstance(params, SamplingParams | None):
         raise InvalidInput(
-            f"params: a SamplingParams, as SamplingParams(max_tokens=100), not "
-            f"{reprlib.repr(params)}"
+            f"params={reprlib.repr(params)}: must be a SamplingParams, as "
+            "SamplingParams(max_tokens=100)"
         )
     return params or SamplingParams()
 
@@ -421,4 +418,4 @@ def choose_budget(asked: Budget | None, method: str) -> int | None:
             f"nodes, at most {MAX_NODES_SLOW}"
         )
     chosen = preset(method)
-    return (chosen.budget if asked is None or not chosen.sources else asked) or None
+    return (chosen.budget if asked is None or not chosen.sources else int(asked)) or None
