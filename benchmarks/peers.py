@@ -96,13 +96,13 @@ def measure(cases: list[Case], given: Namespace) -> dict[Key, Measurement]:
 def summary(measured: Mapping[Key, Measurement]) -> list[dict[str, str]]:
     """Return a row for each server, of llama.cpp's speculations the fastest in each cell."""
     cells = defaultdict[str, dict[str, tuple[float, str]]](dict)
-    columns = dict.fromkeys(f"{case}: {clients}" for case, clients, _ in measured)
+    columns = dict.fromkeys(f"{case}, {clients} at a time" for case, clients, _ in measured)
     for (case, clients, name), one in measured.items():
         own = name.removeprefix("llama.cpp ")
         row = name if own == name else "llama.cpp, its fastest speculation"
         shown = f"{one.rate:.1f}{'' if own == name else f' ({own})'}"
-        best = cells[row].get(f"{case}: {clients}", (0.0, ""))
-        cells[row][f"{case}: {clients}"] = max(best, (one.rate, shown))
+        best = cells[row].get(f"{case}, {clients} at a time", (0.0, ""))
+        cells[row][f"{case}, {clients} at a time"] = max(best, (one.rate, shown))
     return [
         {"tokens/s": row} | {column: of.get(column, (0.0, "-"))[1] for column in columns}
         for row, of in cells.items()

@@ -41,7 +41,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The folder of the embedded model, pulled where the cache does not have it."""
+    """The folder of the built-in model, pulled where the cache does not have it."""
     return hub.pull("smollm2-135m")
 
 

@@ -142,7 +142,7 @@ def test_json_is_the_completion_and_ctrl_c_and_errors_keep_what_was_produced(run
 
 BAD = {
     "generate hi --method lgitspec": ["unknown method 'lgitspec'", *METHODS],
-    "generate hi --temperature -1": ["temperature=-1.0", "at least 0"],
+    "generate hi --temperature -1": ["temperature=-1.0", "a number between 0 and"],
     "generate hi --dtype int8": ["--dtype", "bfloat16", "float32"],
     "generate hi --budget 0": ["--budget '0'", "auto"],
     "generate hi --raw --system x": ["--system", "--raw"],
@@ -155,7 +155,7 @@ BAD = {
     "generate": ["prompt"],
     "generate hi --nonsense": ["--nonsense"],
     "gnerate": ["gnerate"],
-    "pull nope": ["unknown embedded model 'nope'", "smollm2-135m"],
+    "pull nope": ["unknown built-in model 'nope'", "smollm2-135m"],
     "generate hi --method pld --drafter small": ["--drafter small", "'pld' drafts without"],
     "chat --min-p 2": ["min_p=2.0"],
     "chat --method dyspec --model other": ["method 'dyspec' drafts with a model", "--drafter"],

@@ -30,10 +30,7 @@ SMALL = {
     "bench": ["--limit", "1", "--max-tokens", "4"],
 }
 PROGRAMS = {"quickbeam", "make", "pip", "curl", "docker", "serve", ".ci/run", "echo", "python"}
-PROGRAMS |= {"lm_eval"}
-NAME = '{"name": {"type": "string", "maxLength": 4}}, "required": ["name"]'
-PET = f'{{"type": "object", "properties": {NAME}, "additionalProperties": false}}'
-FILES = {"pet.json": PET, "list.lark": 'start: "a" ("," "a"){0,3}\n'}  # that commands read
+PROGRAMS |= {"git", "lm_eval"}
 REAL = pytest.mark.long
 RUN = [command for command in commands() if of_program(command.words) and not command.block.skipped]
 PYTHON = [block for block in blocks() if block.kind == "python" and not block.skipped]
@@ -117,9 +114,11 @@ def test_make_targets_extras_and_pages_are_there():
 @pytest.mark.parametrize("command", RUN, ids=str)
 def test_command_runs(command, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
     block = [one for one in commands() if one.block == command.block]
+    for words in (one.words for one in block):  # make the files that the block reads
+        if words[:1] == ["echo"] and words[2] in (">", ">>"):
+            with open(tmp_path / words[3], "w" if words[2] == ">" else "a") as file:
+                file.write(f"{words[1]}\n")
     earlier = [one.words[1:] for one in block if "--trace" in one.words]  # make what is inspected
     for arguments in of_program(command.words):
         for before in earlier if arguments[0] == "inspect" else ():
@@ -172,6 +171,47 @@ def test_python_asks_the_server(block, address, capsys):
     code = re.sub(r"max_tokens=\d+", "max_tokens=8", code)
     exec(compile(code, str(block), "exec"), {"__name__": "docs"})
     assert capsys.readouterr().out.strip()
+
+
+def test_the_readme_begins_with_the_commands_that_try_and_test_it():
+    own = [one for one in commands() if one.block.page.name == "README.md"]
+    first = [one for one in own if one.block == own[0].block]
+    assert [one.words[:2] for one in first] == [
+        ["git", "clone"],
+        ["make", "demo"],
+        ["make", "test"],
+    ]
+    for line in first[0].block.body.splitlines()[1:]:
+        assert re.search(r"#.*\d minutes", line), line
+    makefile = read(
+        "Makefile"
+    )  # what follows without a compiler is said before anything is fetched
+    assert makefile.index("native.build --compiler") < makefile.index("pip install")
+    installs = [one.words for one in own if one.words[0] == "pip"]
+    assert installs == [["pip", "install", ".[serve,grammar]"]]
+
+
+def test_words_are_explained_before_a_newcomer_needs_them():
+    before, table = read("README.md").split("\n| server |")
+    assert all(word in before for word in ("*drafts*", "*nodes*", "*step*", "(`ar`, "))
+    headings = table.partition("\n")[0].strip(" |").split(" | ")
+    assert len(headings) == 6 and all(
+        heading.endswith(("client", "clients")) for heading in headings
+    )
+    glossary = "\n".join(re.findall(r"^\| ([^|]+) \|", read("docs/glossary.md"), re.MULTILINE))
+    for word in (
+        "`ar`",
+        "`auto`",
+        "Draft,",
+        "Node",
+        "Step",
+        "Source",
+        "Recycling",
+        "Built-in model",
+    ):
+        assert word in glossary, word
+    for text in (*map(read, PAGES), hooks().commands()):
+        assert not re.search(r"embedded (model|name|default|one)", text, re.IGNORECASE)
 
 
 def test_what_repeats_the_code():

@@ -149,6 +149,7 @@ def test_asynchronous_conversations_have_the_same_answers(llm):
     messages = [{"role": "user", "content": PROMPTS[0]}]
     expected = llm.chat(messages, PARAMS, method="ar").token_ids
     assert asyncio.run(AsyncLLM(llm=llm).chat(messages, PARAMS)).token_ids == expected
+    assert asyncio.run(AsyncLLM(llm=llm).chat(PROMPTS[0], PARAMS)).token_ids == expected
 
 
 def test_leaving_an_asynchronous_stream_ends_it(toy_folder, monkeypatch):
@@ -188,12 +189,58 @@ def test_closing_ends_what_is_waited_for(toy_folder, monkeypatch):
     asyncio.run(main())
 
 
-def test_the_thread_ends_with_close_and_with_its_model_and_starts_again(toy_folder):
+def test_a_model_that_is_closed_answers_no_more(toy_folder):
+    messages = [{"role": "user", "content": "hello"}]
+    with LLM(toy_folder, "ar") as llm:
+        stream = llm.stream("hello", LONG)
+    llm.close()  # as often as one likes
+    assert stream.result().finish_reason == "interrupted" and stream.completion.text is not None
+    for ask, given in (
+        (llm.generate, "hello"),
+        (llm.generate, ["hello", "one"]),
+        (llm.chat, messages),
+        (llm.stream, "hello"),
+        (llm.chat_stream, messages),
+    ):
+        refuses("this model is closed: load it again", ask, given, error=QuickbeamError)
+    refuses("closed", llm.reset, error=QuickbeamError)
+    assert repr(llm) == f"LLM({llm.name!r}, method='ar', closed)"
+
+
+def test_an_asynchronous_model_that_is_closed_answers_no_more(toy_folder):
+    closed, wrapped = LLM(toy_folder, "ar"), AsyncLLM(toy_folder, "ar")
+    closed.close()  # before it was asked anything
+    wrapped.close()
+    assert repr(wrapped) == f"AsyncLLM({closed.name!r}, method='ar', closed)"
+    for llm in (wrapped, AsyncLLM(llm=closed)):
+        for ask in (llm.generate, llm.chat, llm.stream, llm.chat_stream):
+            with pytest.raises(QuickbeamError, match="this AsyncLLM is closed"):
+                asyncio.run(ask("hello"))
+    for loaded in (wrapped.llm, closed):
+        refuses("this model is closed", loaded.generate, "hello", error=QuickbeamError)
+
+
+def test_a_model_outlives_what_it_was_given_to(llm, alone):
+    async def main():
+        async with AsyncLLM(llm=llm) as wrapped:
+            stream = await wrapped.stream("hello", LONG)
+        async for _ in stream:
+            pass
+        assert stream.completion.finish_reason == "interrupted"
+        with pytest.raises(QuickbeamError, match="closed"):
+            await wrapped.generate("hello")
+
+    asyncio.run(main())
+    assert llm.generate(PROMPTS[0], PARAMS).token_ids == alone[PROMPTS[0]]
+
+
+def test_the_thread_ends_with_close_and_with_its_model(toy_folder):
     llm, before = LLM(toy_folder, "ar"), set(threading.enumerate())
-    first, (thread,) = llm.generate("hello", PARAMS).token_ids, {*threading.enumerate()} - before
+    llm.generate("hello", PARAMS)
+    (thread,) = {*threading.enumerate()} - before
     llm.close()
     assert not thread.is_alive()
-    assert llm.generate("hello", PARAMS).token_ids == first
+    llm = LLM(toy_folder, "ar")
     stream = llm.stream("hello", LONG)
     (thread,), model = {*threading.enumerate()} - before, weakref.ref(llm.model)
     del llm

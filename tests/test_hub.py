@@ -1,4 +1,4 @@
-"""The embedded models: a pull is whole or nothing, whatever interrupts it."""
+"""The built-in models: a pull is whole or nothing, whatever interrupts it."""
 
 import hashlib
 import os
@@ -35,7 +35,7 @@ def fake_convert(gguf, folder, end_tokens):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and one embedded model `tiny` whose download and conversion are stand-ins."""
+    """An empty cache, and one built-in model `tiny` whose download and conversion are stand-ins."""
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "EMBEDDED", {"tiny": ENTRY})
     monkeypatch.setattr(hub, "DEFAULT", "tiny")
@@ -62,7 +62,7 @@ def test_pull_fills_the_cache_once_and_reports_its_stages(cache, monkeypatch):
     assert hub.pulled_bytes("tiny") == sum(map(len, FILES))
     monkeypatch.setattr(hub, "download", None)  # a second pull does no work
     assert hub.resolve(None) == hub.resolve("tiny") == str(hub.pull("tiny")) == str(folder)
-    refuses("unknown embedded model 'tony'; known: tiny", hub.pull, "tony")
+    refuses("unknown built-in model 'tony'; known: tiny", hub.pull, "tony")
 
 
 @pytest.mark.parametrize("stage", ["download", "unpack", "convert", "replace"])

@@ -105,13 +105,29 @@ def test_building_says_what_is_where(tmp_path):
     words = "kernels: avx2 not built: the C++ compiler CXX=/nonexistent is not there"
     assert (code, shown.splitlines()[0]) == (1, words)
     code, shown, _ = run(CXX="/nonexistent", QUICKBEAM_CACHE=str(tmp_path / "other"))
-    assert code == 0 and shown.endswith("is not there\n")
+    assert code == 0 and shown.endswith(f"is not there\nkernels: {build.WITHOUT}\n")
+    assert run("--compiler") == (0, f"kernels: {compiler} compiles them\n", "")
+    words = f"kernels: the C++ compiler CXX=/nonexistent is not there; {build.WITHOUT}\n"
+    assert run("--compiler", CXX="/nonexistent") == (0, words, "")
     assert run("plan")[::2] == (
         2,
         "error: unknown instruction set 'plan'; known: amx, avx512bf16, avx512vnni, avx512, "
         "avxvnni, avx2, neon-bf16, neon-dot, neon, plain, amx-emulated, avxvnni-emulated, or "
         "--all\n",
     )
+
+
+@needs_kernels
+def test_a_load_without_a_compiler_says_what_follows(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "/nonexistent")
+    monkeypatch.setattr(library, "_chosen", {})
+    monkeypatch.setattr(library, "_loaded", {})
+    assert library.kernels() is None and library.kernels() is None
+    (warning,) = caplog.messages  # at the level that is shown where no logging is set up
+    assert warning == f"the C++ compiler CXX=/nonexistent is not there; {build.WITHOUT}"
+    caplog.clear()
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
+    assert library.kernels() is None and not caplog.messages
 
 
 def test_a_platform_has_sets_of_its_own(monkeypatch):

@@ -1,11 +1,13 @@
 """The Python face, on a random model whose tokens are bytes."""
 
 import json
+import math
+import reprlib
 import shutil
 import signal
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +41,82 @@ def test_parameters_that_can_be_read_once_are_kept():
     kept = params.stop, params.bad_words, params.stop_token_ids
     assert kept == (("a",), ("b", "c"), (1, 2))
     refuses("bad_words=.*whole characters", SamplingParams, bad_words=["\ud800"])
+
+
+NUMBERS = ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"]
+INTEGERS = ["max_tokens", "top_k", "logprobs", "seed", "n", "min_tokens", "prompt_logprobs"]
+FLAGS = ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens"]
+LISTS = ["stop", "bad_words", "stop_token_ids"]
+EXPECTED = dict.fromkeys([*NUMBERS, "frequency_penalty"], "a number")
+EXPECTED |= dict.fromkeys(INTEGERS, "an integer") | dict.fromkeys(FLAGS, "True or False")
+EXPECTED |= dict.fromkeys(LISTS, "a list") | {"logit_bias": "a mapping", "grammar": "a Grammar"}
+EXPECTED["coupling"] = "one of coupled, residual"
+
+
+WRONG = [b"hot", 0.5j, [0.5], {"a": 1}, math.nan, object]
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(SamplingParams)])
+def test_a_parameter_of_the_wrong_type_is_told_what_it_must_be(name):
+    for value in WRONG:
+        with pytest.raises(InvalidInput) as caught:
+            SamplingParams(**{name: value})
+        given, _, accepted = str(caught.value).partition(": must be ")
+        assert given == f"{name}={reprlib.repr(value)}" and EXPECTED[name] in accepted
+
+
+def test_a_text_is_no_number():
+    for name in (*NUMBERS, *INTEGERS):
+        refuses(f"^{name}='hot': must be {EXPECTED[name]}", SamplingParams, **{name: "hot"})
+        refuses(f"^{name}=True: must be {EXPECTED[name]}", SamplingParams, **{name: True})
+
+
+def test_what_a_shell_shows_is_short(llm):
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    assert repr(params) == "SamplingParams(max_tokens=24, ignore_eos=True)"
+    assert repr(SamplingParams()) == "SamplingParams()" and eval(repr(params)) == params
+    answer = llm.generate("abc abc", params)
+    assert str(answer) == f"{answer}" == answer.text
+    assert repr(answer) == f"Completion({answer.text!r}, 24 tokens, finish_reason='length')"
+    long = replace(answer, text="so " * 500)
+    assert len(repr(long)) < 120 and "so so" in repr(long) and "…" in repr(long)
+    assert repr(llm) == f"LLM({llm.name!r}, method='recycling')"
+
+
+def test_a_text_is_a_conversation_of_one_message(llm):
+    expected = llm.chat(user("abc abc"), SHORT).token_ids
+    assert llm.chat("abc abc", SHORT).token_ids == expected
+    assert llm.chat_stream("abc abc", SHORT).result().token_ids == expected
+    assert llm.encode_chat("abc abc") == llm.encode_chat(user("abc abc"))
+    several = llm.chat(["abc abc", "xyz"], SHORT)
+    assert several[0].token_ids == expected
+    assert several[1].token_ids == llm.chat(user("xyz"), SHORT).token_ids
+
+
+@pytest.mark.parametrize(("messages", "words"), [
+    (None, r"a conversation is a text, or a list of messages such as \{.*, not None"),
+    (5, "a list of messages such as .*, not 5"),
+    (b"hello", "a list of messages such as .*, not b'hello'"),
+    ({"role": "user", "content": "a"}, "a list of messages such as .*, not {'content': 'a'"),
+    ([], "an empty conversation"),
+    ([[]], "an empty conversation"),
+    ([None], 'message 0: a dict such as {"role": "user", "content": "…"}, not None'),
+    ([("user", "a")], "message 0: a dict such as .*, not 'user'"),
+    ([*user("a"), "b"], "message 1: a dict such as .*, not 'b'"),
+    ([{"content": "a"}], "message 0 has role=None: give who speaks, as 'system', 'user'"),
+    ([{"role": 5, "content": "a"}], "message 0 has role=5: give who speaks"),
+    ([{"role": "user"}], 'message 0 has no content: give its text, as in {"role": "user"'),
+    ([{"role": "user", "text": "a"}], "message 0 has no content"),
+    ([{"role": "system", "content": None}], "message 0 has no content"),
+    ([{"role": "user", "content": 5}], "message 0 has content=5: give a text"),
+    ([{"role": "assistant", "content": {}}], "message 0 has content={}: give a text"),
+    ([{"role": "user", "content": [5]}], r"message 0 has content=\[5\]: give a text"),
+    ([{"role": "user", "content": "\ud800"}], "give a text of whole characters"),
+    ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "give a text"),
+])  # fmt: skip
+def test_a_conversation_that_cannot_be_read_is_told_what_to_pass(llm, messages, words):
+    refuses(words, llm.chat, messages, SHORT)
+    refuses("template=5: must be a dict", llm.chat, "a", SHORT, template=5)
 
 
 def test_ids_may_be_of_any_kind_of_integer(llm):
@@ -105,13 +183,29 @@ def test_a_conversation_keeps_its_common_prefix(toy_folder, monkeypatch):
 @pytest.mark.parametrize(("options", "words"), [
     ({"model": "no/such/folder"}, "no such model folder"),
     ({"model": "./missing.gguf"}, "no such model folder or file"),
-    ({"model": "organisation/not-cached"}, "can't load 'organisation/not-cached'"),
+    ({"model": "organisation/not-cached"}, "'organisation/not-cached': .* built-in model: smol"),
     ({"model": str(Path(__file__).parent)}, r"has no config\.json"),
     ({"method": "lgitspec"}, "unknown method 'lgitspec'; known: ar, pld, logitspec"),
     ({"dtype": "int3"}, "unknown dtype 'int3'; known: auto, bfloat16"),
-    ({"device": "tpu9"}, "device 'tpu9' can't be used"),
+    ({"device": "tpu9"}, "device 'tpu9' can't be used: give 'cpu', or 'cuda'"),
     ({"budget": 513}, r"must be auto \(or 0\) for the measured budget, or a number of nodes, at"),
     ({"max_running": 0}, "max_running=0: must be at least 1"),
+    ({"max_running": True}, "max_running=True: must be at least 1"),
+    ({"model": 1}, r"model=1: must be a folder, a \.gguf file or a Hugging Face id"),
+    ({"model": ""}, "model='': must be a folder"),
+    ({"drafter": ["a"]}, r"drafter=\['a'\]: must be a folder"),
+    ({"method": ["ar"]}, r"method=\['ar'\]: must be the name of a method"),
+    ({"vocab": 1}, "vocab=1: must be one of full, frequency"),
+    ({"shortlist": "a"}, "shortlist='a': must be an integer"),
+    ({"budget": True}, "budget=True: must be auto"),
+    ({"kv_memory": "much"}, "kv_memory='much' is not a size of memory: give bytes"),
+    ({"memory": []}, r"memory=\[\] is not a size of memory"),
+    ({"memory_of_answers": None}, "memory_of_answers=None is not a size of memory"),
+    ({"keep": 1}, "keep=1: must be a file's path"),
+    ({"share_prefixes": "no"}, "share_prefixes='no': must be True or False"),
+    ({"trust_remote_code": 1}, "trust_remote_code=1: must be True or False"),
+    ({"device_map": 1}, "device_map=1: must be a text or a dict"),
+    ({"progress": 1}, "progress=1: must be a function"),
 ])  # fmt: skip
 def test_what_cannot_be_used_is_named(toy_folder, options, words):
     refuses(words, LLM, **{"model": toy_folder, **options})
@@ -131,11 +225,32 @@ def test_what_cannot_be_used_is_named(toy_folder, options, words):
     ([1.5], SHORT, {}, "a list of token ids"),
     (None, SHORT, {}, "a list of token ids, not None"),
     ("\ud800", SHORT, {}, "a text of whole characters"),
-    ("a", {"n": 2}, {}, "params: a SamplingParams, not a dict"),
+    ("a", {"n": 2}, {}, "params={'n': 2}: must be a SamplingParams"),
     ("a", SHORT, {"tenant": [1]}, r"tenant=\[1\]: give what can be hashed"),
+    (b"ab", SHORT, {}, "a list of token ids, not b'ab'"),
+    ({1, 2}, SHORT, {}, "a list of token ids, not {1, 2}"),
+    (user("a"), SHORT, {}, r"not \[{'content': 'a', 'role': 'user'}\] \(messages go to `chat`\)"),
+    (user("a")[0], SHORT, {}, "a list of token ids, not {'content': 'a', 'role': 'user'}"),
+    ("a", SHORT, {"method": ["ar"]}, r"method=\['ar'\]: must be the name of a method"),
+    ("a", SHORT, {"vocab": 5}, "vocab=5: must be one of full"),
+    ("a", SHORT, {"shortlist": 1.5}, "shortlist=1.5: must be an integer"),
+    ("a", SHORT, {"observer": 5}, "observer=5: must be a function"),
+    ("a", SHORT, {"choice": 0}, "`stream` gives a single one"),
+    ("a", SHORT, {"tools": []}, "'tools'; give it to `chat` as template={'tools': …}"),
 ])  # fmt: skip
 def test_bad_requests_are_named(llm, prompt, params, options, words):
     refuses(words, llm.generate, prompt, params, **options)
+
+
+def test_a_choice_and_a_grammar_are_checked(llm):
+    for choice in ("first", -1, True):
+        refuses(f"choice={choice!r}: must be an integer", llm.stream, "a", SHORT, choice=choice)
+    refuses("grammar='a': must be a Grammar", llm.compile_grammar, "a")
+
+
+def test_a_path_and_a_dtype_of_torch_are_taken(toy_folder):
+    llm = LLM(Path(toy_folder), "ar", dtype=torch.float32)
+    assert llm.name == str(toy_folder) and llm.model.dtype == torch.float32
 
 
 def test_a_model_without_a_chat_template_says_so(llm, monkeypatch):

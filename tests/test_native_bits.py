@@ -195,7 +195,7 @@ def test_long_contexts_give_the_same_bits(isa, length, name, native):
     ("begins", "count", "seeds"),
     [((374,), 20, 1), pytest.param((37, 748, 1100), 40, 3, marks=pytest.mark.long)],
 )
-def test_the_embedded_model_gives_the_same_bits(isa, smollm2, begins, count, seeds, native):
+def test_the_built_in_model_gives_the_same_bits(isa, smollm2, begins, count, seeds, native):
     native(isa)
     model, tokenizer = load_model(str(smollm2), torch.bfloat16, torch.device("cpu"))
     target = Target(model)

@@ -51,7 +51,7 @@ def test_layers_have_the_bits_asked_for_and_the_head_8_at_least(name):
 @needs_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("name", few([INT8, INT4], []))
-def test_the_embedded_model_answers_alike(name):
+def test_the_built_in_model_answers_alike(name):
     llm, params = LLM(weights=name), SamplingParams(max_tokens=12)
     asked = [{"role": "user", "content": "Name three rivers."}]
     expected = llm.chat(asked, params, method="ar").token_ids

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from quickbeam.answering import Message, Observer, Prompt
+from quickbeam.answering import Conversation, Observer, Prompt
 from quickbeam.engine.loop import EngineThread, refuse_copy
 from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import SequenceState, Times
@@ -150,11 +150,13 @@ class AsyncLLM:
 
     `stream` and `chat_stream` return iterators of text; `generate` and `chat` wait for whole
     answers. A task that is cancelled while it waits ends its answer. With `trace=True` the deltas
-    of a stream carry its steps. `closed`: it takes nothing new.
+    of a stream carry its steps. `close` closes a model that was loaded here; a given `llm` can
+    still be used. `closed`: it takes nothing new.
     """
 
     def __init__(self, *arguments: Any, llm: LLM | None = None, **options: Any) -> None:
         self.llm = llm or LLM(*arguments, **options)
+        self._given = llm is not None
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self.closed, tokenizer = False, self.llm.tokenizer
         self._text = cache(lambda token: str(tokenizer.decode([token])))  # of a token, for traces
@@ -168,7 +170,7 @@ class AsyncLLM:
         return await self._begin(partial(self.llm.stream, prompt, params), **options)
 
     async def chat_stream(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Any
     ) -> AsyncStream:
         """Answer a conversation piece by piece, as `LLM.chat_stream` does. Raises `Closed`."""
         return await self._begin(partial(self.llm.chat_stream, messages, params), **options)
@@ -183,7 +185,7 @@ class AsyncLLM:
         return await self._finish(await self.stream(prompt, params, **options))
 
     async def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Any
     ) -> Completion:
         """Return the whole answer to one conversation."""
         return await self._finish(await self.chat_stream(messages, params, **options))
@@ -228,9 +230,16 @@ class AsyncLLM:
         return stream.completion
 
     def close(self) -> None:
-        """End all answers that are under way, and the engine's thread."""
+        """End all answers that are under way, and the engine's thread. Takes nothing new."""
         self.closed = True
-        self.llm.close()
+        if self._given:
+            self.llm.thread.end()
+        else:
+            self.llm.close()
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self.closed else ""
+        return f"AsyncLLM({self.llm.name!r}, method={self.llm.method!r}{closed})"
 
     async def __aenter__(self) -> Self:
         return self
@@ -239,7 +248,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     def _require_open(self) -> None:
-        if self.closed:
+        if self.closed or self.llm.thread.closed:
             raise Closed("this AsyncLLM is closed: make another one")
         if not self.llm.thread.alive:
             raise Closed(

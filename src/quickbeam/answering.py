@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from functools import partial
 from operator import index
 from typing import Any, overload
@@ -26,18 +26,29 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.grammar.compiler import GrammarCompiler
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import preset
-from quickbeam.models.chat_template import for_template
+from quickbeam.models.chat_template import as_messages, for_template
 from quickbeam.models.memory import free_memory
 from quickbeam.models.opening import LoadedModel
 from quickbeam.options import Budget, CallArgs, ChatArgs, Options, check_options, temperature_class
-from quickbeam.params import SamplingParams
+from quickbeam.params import SamplingParams, check_values, optional, whole
 from quickbeam.sampling import Sampler, bad_word_ids
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
+Conversation = str | Sequence[Message]  # a text is one message of the user's
 Observer = Callable[[StepRecord], None]
 One = SamplingParams | None
 Many = SamplingParams | Sequence[SamplingParams] | None
+TEMPLATE_RULES = {
+    "template": (
+        lambda given: isinstance(given, Mapping | None),
+        "a dict of arguments for the chat template, as {'tools': […]}",
+    )
+}
+STREAM_RULES = {
+    "choice": (optional(whole(0)), "an integer of at least 0, or None"),
+    "observer": (optional(callable), "a function that is called with each step's StepRecord"),
+}
 SHARE = 0.5  # the share of the memory free after loading that keys and values may take
 
 
@@ -119,6 +130,10 @@ class Answering:
 
     def compile_grammar(self, grammar: Grammar) -> None:
         """Compile a grammar, so that answers with it begin at once. Raises `InvalidInput`."""
+        if not isinstance(grammar, Grammar):
+            raise InvalidInput(
+                f"grammar={reprlib.repr(grammar)}: must be a Grammar, as Grammar.regex(…) makes one"
+            )
         self._grammars.compile(grammar)
 
     def room(self, prompt: int, method: str | None = None) -> int:
@@ -169,7 +184,7 @@ class Answering:
         Raises `InvalidInput` for what can't be used, and what ended an answer; the `completions` of
         that error are the answers so far.
         """
-        one = isinstance(prompts, str) or not hasattr(prompts, "__len__")
+        one = not _is_list(prompts)
         if not one and len(prompts):
             first = prompts[0]  # a text, a list or an array where there are several
             one = not isinstance(first, str | Sequence) and not getattr(first, "ndim", 0)
@@ -177,11 +192,14 @@ class Answering:
 
     @overload
     def chat(
-        self, messages: Sequence[Message], params: One = ..., **options: Unpack[ChatArgs]
+        self, messages: Conversation, params: One = ..., **options: Unpack[ChatArgs]
     ) -> Completion: ...
     @overload
     def chat(
-        self, messages: Sequence[Sequence[Message]], params: Many = ..., **options: Unpack[ChatArgs]
+        self,
+        messages: list[str] | Sequence[Sequence[Message]],
+        params: Many = ...,
+        **options: Unpack[ChatArgs],
     ) -> list[Completion]: ...
     def chat(
         self,
@@ -192,19 +210,24 @@ class Answering:
         template: dict[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """Answer a conversation, `[{"role": "user", "content": "…"}, …]`, or several side by side.
+        """Answer a conversation, or a list of conversations side by side.
 
-        `template` holds further arguments for `encode_chat`. The rest is as in `generate`.
+        A conversation is a list of messages, `[{"role": "user", "content": "…"}, …]`. A text is a
+        conversation with one message of the user's. `template` holds further arguments for
+        `encode_chat`. The rest is as in `generate`.
         """
-        one = not len(messages) or isinstance(messages[0], dict)
+        one = not _is_list(messages) or not len(messages)
+        one = one or not isinstance(messages[0], str | Sequence)
         every = [messages] if one else messages
-        prompts = [self.encode_chat(conversation, **(template or {})) for conversation in every]
+        prompts = [self._encode(conversation, template) for conversation in every]
         return self._all(prompts, one, params, progress, options)
 
     def _all(
         self, prompts: Sequence[Prompt], one: bool, params: Any, progress: bool | None, options: Any
     ) -> Any:
         """Return the answers to all prompts, computed side by side. To `one`, the answer alone."""
+        if "choice" in options:
+            raise InvalidInput("choice: this gives all n answers; `stream` gives a single one")
         every = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(every) != len(prompts):
             raise InvalidInput(
@@ -232,14 +255,14 @@ class Answering:
 
     def chat_stream(
         self,
-        messages: Sequence[Message],
+        messages: Conversation,
         params: SamplingParams | None = None,
         *,
         template: dict[str, Any] | None = None,
         **options: Any,
     ) -> Stream:
         """Answer a conversation piece by piece; see `chat`, and `stream` for the options."""
-        return self.stream(self.encode_chat(messages, **(template or {})), params, **options)
+        return self.stream(self._encode(messages, template), params, **options)
 
     def stream(
         self,
@@ -259,6 +282,7 @@ class Answering:
         it is; tenants take turns where requests wait.
         """
         check_options(options)
+        check_values({"choice": choice, "observer": observer}, STREAM_RULES)
         params = _checked(params)
         if choice is None and params.n > 1:
             raise InvalidInput(
@@ -296,12 +320,14 @@ class Answering:
     def _ids(self, prompt: Any) -> list[int]:
         """Return a prompt's token ids. Raises `InvalidInput` for what is neither text nor ids."""
         try:
+            if isinstance(prompt, bytes | Mapping | Set):
+                raise TypeError("what could be iterated over holds no token ids")
             ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
             ids = [*map(index, ids)]
         except TypeError as error:
             raise InvalidInput(
                 "a prompt is a text of whole characters, or a list of token ids, not "
-                f"{reprlib.repr(prompt)}"
+                f"{reprlib.repr(prompt)} (messages go to `chat`)"
             ) from error
         if not ids:
             raise InvalidInput("an empty prompt: give some text")
@@ -309,7 +335,7 @@ class Answering:
 
     def encode_chat(
         self,
-        messages: Sequence[Message],
+        messages: Conversation,
         *,
         tools: Sequence[Any] | None = None,
         continue_final_message: bool = False,
@@ -317,11 +343,13 @@ class Answering:
     ) -> list[int]:
         """Return the token ids of a conversation, up to where the model's answer begins.
 
-        With `continue_final_message` the ids end with the last message, and the answer continues
-        it. `tools` and further `arguments` (such as `enable_thinking` of some models) go to the
-        chat template, as in transformers. Raises `InvalidInput` for a model without a chat
-        template, for messages that hold more than text, and for those that the template refuses.
+        A text stands for one message of the user's. With `continue_final_message` the ids end with
+        the last message, and the answer continues it. `tools` and further `arguments` (such as
+        `enable_thinking` of some models) go to the chat template, as in transformers. Raises
+        `InvalidInput` for a model without a chat template, for messages that lack a role or
+        content or hold more than text, and for those that the template refuses.
         """
+        messages = as_messages(messages)
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidInput(
                 f"{self.name} has no chat template: give it raw text (--raw on the "
@@ -346,13 +374,21 @@ class Answering:
             ) from error
         return [int(token) for token in ids]
 
+    def _encode(self, messages: Conversation, template: Any) -> list[int]:
+        check_values({"template": template}, TEMPLATE_RULES)
+        return self.encode_chat(messages, **(template or {}))
+
     def reset(self) -> None:
         """Empty the prefix cache, so that the next prompt is computed from its first token."""
         self.thread.call(self.engine.forget)
 
     def close(self) -> None:
-        """End all answers that are under way and free their memory."""
+        """End all answers that are under way and free their memory. No more can be asked for."""
         self.thread.close()
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self.thread.closed else ""
+        return f"{type(self).__name__}({self.name!r}, method={self.method!r}{closed})"
 
     def __enter__(self) -> Self:
         return self
@@ -361,9 +397,18 @@ class Answering:
         self.close()
 
 
+def _is_list(value: Any) -> bool:
+    """Whether a value is a list or an array of prompts or messages, and not one of them."""
+    listed = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return listed and not isinstance(value, str | bytes | Mapping)
+
+
 def _checked(params: Any) -> SamplingParams:
     if not isinstance(params, SamplingParams | None):
-        raise InvalidInput(f"params: a SamplingParams, not a {type(params).__name__}")
+        raise InvalidInput(
+            f"params={reprlib.repr(params)}: must be a SamplingParams, as "
+            "SamplingParams(max_tokens=100)"
+        )
     return params or SamplingParams()
 
 
@@ -378,10 +423,10 @@ def _hashable(tenant: Hashable) -> Hashable:
 def choose_budget(asked: Budget | None, method: str) -> int | None:
     """Return the nodes of a tree of `method`; None: the measured budget. Raises `InvalidInput`."""
     asked = 0 if asked == "auto" else asked
-    if asked is not None and not (isinstance(asked, int) and 0 <= asked <= MAX_NODES_SLOW):
+    if asked is not None and not whole(0, MAX_NODES_SLOW)(asked):
         raise InvalidInput(
             f"budget={asked!r}: must be auto (or 0) for the measured budget, or a number of "
             f"nodes, at most {MAX_NODES_SLOW}"
         )
     chosen = preset(method)
-    return (chosen.budget if asked is None or not chosen.sources else asked) or None
+    return (chosen.budget if asked is None or not chosen.sources else int(asked)) or None

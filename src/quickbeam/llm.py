@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quickbeam import hub
+from quickbeam import hub, options
 from quickbeam.answering import Answering, choose_budget
 from quickbeam.drafters.loading import load_drafter
 from quickbeam.drafters.mtp import runs_mtp
@@ -29,12 +31,34 @@ from quickbeam.models.native import choice, library
 from quickbeam.models.opening import open_model
 from quickbeam.mtp import MTP
 from quickbeam.options import Budget, check_vocab, parse_bytes
+from quickbeam.params import FLAG, Rules, check_values, optional, whole
+
+SOURCE = (
+    optional(lambda given: isinstance(given, str | PathLike) and str(given) != ""),
+    "a folder, a .gguf file or a Hugging Face id, as a text or a Path; None: the default",
+)
+FILE = (optional(lambda given: isinstance(given, str | PathLike)), "a file's path, or None")
+# the arguments whose wrong types nothing else would name
+ARGUMENTS: Rules = {
+    "model": SOURCE,
+    "drafter": SOURCE,
+    "max_running": (whole(1), "at least 1 answer at a time"),
+    "keep": FILE,
+    "share_prefixes": FLAG,
+    "trust_remote_code": FLAG,
+    "device_map": (
+        optional(lambda given: isinstance(given, str | Mapping)),
+        "a text or a dict, as in transformers, or None",
+    ),
+    "progress": (optional(callable), "a function of a text and a number, or None"),
+    **options.RULES,
+}
 
 
 class LLM(Answering):
     """A causal language model that drafts ahead and gives the answers of plain decoding.
 
-    - `model`: a Hugging Face id, a folder or a `.gguf` file. None takes the embedded default, which
+    - `model`: a Hugging Face id, a folder or a `.gguf` file. None takes the built-in model, which
       is fetched on first use.
     - `method`: a name of `methods/__init__.py`. A call may name another one.
     - `dtype`: `bfloat16`, `float16`, `float32`, or `auto` for the checkpoint's own.
@@ -64,7 +88,7 @@ class LLM(Answering):
     - `memory`: how much the model's weights may take, in bytes or as in `"2GB"`. The weights beyond
       that are brought in every pass (`docs/memory.md`): on a CPU from disk, on CUDA from the host's
       memory.
-    - `progress`: called as `progress(stage, fraction)` while an embedded model is fetched and while
+    - `progress`: called as `progress(stage, fraction)` while a built-in model is fetched and while
       the native kernels are compiled.
 
     Raises `InvalidInput` for arguments that can't be used, before any work.
@@ -72,13 +96,13 @@ class LLM(Answering):
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         method: str = "auto",
         *,
         dtype: str = "bfloat16",
         device: str | None = None,
         budget: Budget | None = None,
-        drafter: str | None = None,
+        drafter: str | PathLike[str] | None = None,
         vocab: str | None = None,
         shortlist: int | None = None,
         max_running: int = MOST_ACTIVE,
@@ -94,14 +118,16 @@ class LLM(Answering):
         memory: int | str | None = None,
         progress: Any = None,
     ) -> None:
-        named, drafter = drafter, drafter or hub.shipped_drafter(model)
+        check_values(locals(), ARGUMENTS)
+        model = None if model is None else fspath(model)
+        named = None if drafter is None else fspath(drafter)
+        drafter = named or hub.shipped_drafter(model)
         asked, method = method, stand_in(method, drafter is not None)
         measured = choose_budget(budget, method) is None
         check_vocab(vocab or preset(method).vocab)
-        if not isinstance(max_running, int) or max_running < 1:
-            raise InvalidInput(f"max_running={max_running!r}: must be at least 1 answer at a time")
         remembered = _remembered(memory_of_answers, keep, model or hub.DEFAULT)
-        room, limit = (None if size is None else parse_bytes(size) for size in (kv_memory, memory))
+        room = None if kv_memory is None else parse_bytes(kv_memory, "kv_memory")
+        limit = None if memory is None else parse_bytes(memory, "memory")
         torch_dtype, place = wanted_dtype(dtype), pick_device(device)
         for one in [weights] if draft_weights is None else [weights, draft_weights]:
             refuse_place(check_weights(one), place, torch_dtype)
@@ -110,6 +136,8 @@ class LLM(Answering):
         for source in (model, drafter):
             if source is not None:
                 hub.check_source(source)
+        if model is not None and revision is None:
+            hub.check_hub(model)
         prepare_kernels(place, torch_dtype, progress)
         name, self.folder = model or hub.DEFAULT, str(hub.resolve(model, progress))
         if progress:
@@ -137,7 +165,8 @@ def _remembered(size: int | str, keep: str | Path | None, model: str) -> AnswerM
         if keep is not None:
             raise InvalidInput(f"keep={str(keep)!r}: a memory of answers of 0 keeps none")
         return None
-    return AnswerMemory(parse_bytes(size), None if keep is None else Path(keep), model)
+    limit = parse_bytes(size, "memory_of_answers")
+    return AnswerMemory(limit, None if keep is None else Path(keep), model)
 
 
 def prepare_kernels(place: torch.device, dtype: torch.dtype | None, progress: Any = None) -> None:

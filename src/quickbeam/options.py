@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from quickbeam.errors import InvalidInput
-from quickbeam.params import COUPLED, SamplingParams
+from quickbeam.params import (
+    COUPLED,
+    Rules,
+    SamplingParams,
+    check_values,
+    is_text,
+    optional,
+    whole,
+)
 
 FULL, FREQUENCY, CLUSTERS, ROUTER, BESIDE = "full", "frequency", "clusters", "router", "+context"
 # the parts of the vocabulary that a drafter may score (`drafters/vocabulary.py`)
@@ -20,6 +28,14 @@ UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("KMGT", 1)
     for unit, base in (("B", 1000), ("IB", 1024))
+}
+# arguments of chat templates that callers know from elsewhere
+OF_TEMPLATES = ("tools", "enable_thinking", "continue_final_message", "chat_template")
+# the values of options whose wrong types nothing else would name
+RULES: Rules = {
+    "method": (optional(is_text), "the name of a method, as 'auto' or 'ar', or None"),
+    "vocab": (optional(is_text), f"one of {', '.join(VOCABS)}, or None"),
+    "shortlist": (optional(whole(1)), "an integer of at least 1, or None"),
 }
 
 
@@ -63,12 +79,15 @@ class Setting(NamedTuple):
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise `InvalidInput` for an unknown option."""
+    """Raise `InvalidInput` for an unknown option, and for a value of the wrong type."""
     for option in options.keys() - Options.__annotations__.keys():
         what = f"known: {', '.join(Options.__annotations__)}"
         if option in SamplingParams.__dataclass_fields__:
             what = f"give it in SamplingParams({option}=…)"
+        elif option in OF_TEMPLATES:
+            what = f"give it to `chat` as template={{'{option}': …}}"
         raise InvalidInput(f"unknown option '{option}'; {what}")
+    check_values(options, {name: RULES[name] for name in options.keys() & RULES.keys()})
 
 
 def temperature_class(params: SamplingParams) -> int:
@@ -98,10 +117,11 @@ def check_vocab(vocab: str, size: int | None = None) -> None:
         )
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, name: str = "") -> int:
     """Return the bytes that a number or a text such as `2GB` or `512 MiB` means.
 
-    Raises `InvalidInput` for other texts, and for less than one byte.
+    `name`: the argument that has this value, for errors. Raises `InvalidInput` for other texts, and
+    for less than one byte.
     """
     text = str(size).strip().upper()
     number = text.rstrip("KMGTIB ")
@@ -111,5 +131,6 @@ def parse_bytes(size: int | str) -> int:
     except (ValueError, KeyError, OverflowError):
         value = 0
     if value < 1:
-        raise InvalidInput(f"{size!r} is not a size of memory: give bytes, or as in 2GB or 512MiB")
+        given = f"{name}={size!r}" if name else repr(size)
+        raise InvalidInput(f"{given} is not a size of memory: give bytes, or as in 2GB or 512MiB")
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
@@ -15,7 +15,7 @@ from quickbeam.grammar.spec import Grammar
 COUPLED, RESIDUAL = COUPLINGS = ("coupled", "residual")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SamplingParams:
     """How tokens are chosen and where an answer ends.
 
@@ -88,15 +88,20 @@ class SamplingParams:
                 object.__setattr__(self, name, tuple(value))
         least, most = int(self.prompt_logprobs is None), self.max_tokens
         rules = {
-            "max_tokens": (_whole(least), "an integer of at least 1, or 0 with prompt_logprobs"),
+            "max_tokens": (whole(least), "an integer of at least 1, or 0 with prompt_logprobs"),
             **RULES,
-            "min_tokens": (_whole(0, most), f"an integer between 0 and max_tokens={most!r}"),
+            "min_tokens": (whole(0, most), f"an integer between 0 and max_tokens={most!r}"),
         }
-        for name, (good, accepted) in rules.items():
-            value = getattr(self, name)
-            if not good(value):
-                given = reprlib.repr(value)  # short, whatever it is
-                raise InvalidInput(f"{name}={given}: must be {accepted}")
+        check_values(vars(self), rules)
+
+    def __repr__(self) -> str:
+        """Return the call that makes these parameters. Those with their defaults are left out."""
+        default = SamplingParams()
+        texts = {one.name: repr(getattr(self, one.name)) for one in fields(self)}
+        changed = [
+            f"{name}={text}" for name, text in texts.items() if text != repr(getattr(default, name))
+        ]
+        return f"SamplingParams({', '.join(changed)})"
 
     @property
     def greedy(self) -> bool:
@@ -128,6 +133,18 @@ class SamplingParams:
 
 
 Rule = Callable[[Any], bool]
+Rules = Mapping[str, tuple[Rule, str]]
+
+
+def check_values(values: Mapping[str, Any], rules: Rules) -> None:
+    """Raise `InvalidInput` for the first value that can't be used.
+
+    `rules`: by the name of a value, the check that it must pass, and what it must be in words.
+    """
+    for name, (good, accepted) in rules.items():
+        if not good(values[name]):
+            given = reprlib.repr(values[name])  # short, whatever it is
+            raise InvalidInput(f"{name}={given}: must be {accepted}")
 
 
 def _number(low: float, high: float, kind: Any = Real) -> Rule:
@@ -136,58 +153,57 @@ def _number(low: float, high: float, kind: Any = Real) -> Rule:
     )
 
 
-def _whole(low: int, high: float = math.inf) -> Rule:
+def whole(low: int, high: float = math.inf) -> Rule:
     return _number(low, high, Integral)
 
 
-def _optional(rule: Rule) -> Rule:
+def optional(rule: Rule) -> Rule:
     return lambda value: value is None or rule(value)
 
 
 def _each(rule: Rule) -> Rule:
     return lambda values: (
         isinstance(values, Iterable)
-        and not isinstance(values, str | bytes)
+        and not isinstance(values, str | bytes | Mapping)
         and all(map(rule, values))
     )
 
 
-def _is_text(text: Any) -> bool:
+def is_text(text: Any) -> bool:
     surrogates = isinstance(text, str) and any("\ud800" <= one <= "\udfff" for one in text)
     return isinstance(text, str) and bool(text) and not surrogates
 
 
 def _is_bias(bias: Any) -> bool:
     token, value = bias
-    return _whole(0)(token) and (value == -math.inf or _number(-1e30, 1e30)(value))
+    return whole(0)(token) and (value == -math.inf or _number(-1e30, 1e30)(value))
 
 
 MODERATE = (_number(-1e30, 1e30), "a number between -1e30 and 1e30 (0: off)")
-FEW = (_optional(_whole(0, 100)), "an integer between 0 and 100, or None")
-TEXTS = (_each(_is_text), "non-empty strings of whole characters")
+FEW = (optional(whole(0, 100)), "an integer between 0 and 100, or None")
+TEXTS = (_each(is_text), "a text or a list of texts, none of them empty, of whole characters")
 FLAG = (lambda value: isinstance(value, bool), "True or False")
-RULES: dict[str, tuple[Rule, str]] = {
-    "temperature": (_number(0, 1e30), "finite, at least 0 and at most 1e30 (0: the most probable "
-        "token)"),
-    "top_k": (_whole(0), "an integer of at least 0 (0: off)"),
-    "top_p": (_number(5e-324, 1), "above 0 and at most 1 (1: off)"),
-    "min_p": (_number(0, 1), "between 0 and 1 (0: off)"),
-    "repetition_penalty": (_number(1e-6, 1e6), "a finite number above 0, from 1e-6 to 1e6 (1: "
-        "off)"),
+RULES: Rules = {
+    "temperature": (_number(0, 1e30), "a number between 0 and 1e30 (0: the most probable token)"),
+    "top_k": (whole(0), "an integer of at least 0 (0: off)"),
+    "top_p": (_number(5e-324, 1), "a number above 0 and at most 1 (1: off)"),
+    "min_p": (_number(0, 1), "a number between 0 and 1 (0: off)"),
+    "repetition_penalty": (_number(1e-6, 1e6), "a number between 1e-6 and 1e6 (1: off)"),
     "presence_penalty": MODERATE,
     "frequency_penalty": MODERATE,
     "logit_bias": (lambda given: isinstance(given, Mapping) and all(map(_is_bias, given.items())),
-        "a mapping of token ids to numbers of at most 1e30 (minus infinity bans a token)"),
+        "a mapping of token ids to numbers between -1e30 and 1e30 (minus infinity bans a token)"),
     "stop": TEXTS,
-    "stop_token_ids": (_each(_whole(0)), "token ids"),
+    "stop_token_ids": (_each(whole(0)), "a list of token ids"),
     "logprobs": FEW,
     "prompt_logprobs": FEW,
-    "seed": (_optional(_whole(-(2**63), 2**64 - 1)), "an integer of at most 64 bits, or None"),
+    "seed": (optional(whole(-(2**63), 2**64 - 1)), "an integer of at most 64 bits, or None"),
+    "ignore_eos": FLAG,
     "skip_special_tokens": FLAG,
-    "n": (_whole(1, 128), "an integer between 1 and 128"),
+    "n": (whole(1, 128), "an integer between 1 and 128"),
     "bad_words": TEXTS,
     "include_stop_str_in_output": FLAG,
-    "grammar": (_optional(lambda value: isinstance(value, Grammar)), "a Grammar, as "
+    "grammar": (optional(lambda value: isinstance(value, Grammar)), "a Grammar, as "
         "Grammar.json_schema(…) makes one"),
     "coupling": (lambda value: value in COUPLINGS, f"one of {', '.join(COUPLINGS)}"),
 }  # fmt: skip

@@ -39,7 +39,8 @@ class ModelOptions:
     model: str | None = field(
         default=None,
         metadata={
-            "help": f"Folder, .gguf file, Hugging Face id or embedded name. Default: {hub.DEFAULT}."
+            "help": "Folder, .gguf file, Hugging Face id or built-in model. "
+            f"Default: {hub.DEFAULT}."
         },
     )
     budget: str | None = field(default=None, metadata={"metavar": "N|auto"})

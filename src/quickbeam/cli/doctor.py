@@ -181,7 +181,7 @@ class PullOptions:
 
 
 def pull(given: PullOptions) -> None:
-    """Fetch an embedded model into the cache, unless it is there, and print its folder."""
+    """Fetch a built-in model into the cache, unless it is there, and print its folder."""
     if given.list:
         for name, entry in hub.EMBEDDED.items():
             size = hub.pulled_bytes(name)

@@ -42,7 +42,7 @@ def load_drafter(
 ) -> Drafter:
     """Load the drafter `name` for `target`.
 
-    - `name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id; or `MTP`, a head in
+    - `name`: a folder, a `.gguf` file, a built-in model or a Hugging Face id; or `MTP`, a head in
       the target's own checkpoint, whose folder, file or id is `model`.
     - `tokenizer`: the target's; a smaller model may have another one (`Translation`).
     - `trust_remote_code`: whether Python code that comes with a smaller model may run.

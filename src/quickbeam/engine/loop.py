@@ -131,12 +131,13 @@ class EngineLoop:
 class EngineThread:
     """The clients' side of the engine's thread. All methods may be called from any thread.
 
-    The thread starts with the first request. It ends with `close`, when this object is forgotten,
-    and when the interpreter exits. After `close` the next request starts it again.
+    The thread starts with the first request. It ends with `end`, when this object is forgotten, and
+    when the interpreter exits. After `end` the next request starts it again, unless it is `closed`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.closed = False
         self._loop = EngineLoop(engine)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()  # held while the thread starts or ends
@@ -162,8 +163,8 @@ class EngineThread:
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread, between two steps, and return its result.
 
-        Raises what it raises, and `QuickbeamError` if this is the engine's thread itself, or if
-        the thread has failed or was left behind by a fork.
+        Raises what it raises, and `QuickbeamError` if this is the engine's thread itself, if the
+        thread has failed or was left behind by a fork, or after `close`.
         """
         self.check()
         result = Future[T]()
@@ -201,6 +202,11 @@ class EngineThread:
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
+        """Do as `end` does, and take no more requests."""
+        self.closed = True
+        self.end()
+
+    def end(self) -> None:
         """End all answers and the thread, and give back what both hold. An observer must not."""
         with self._starting:
             if self._thread is not None and self._thread.is_alive():
@@ -214,6 +220,8 @@ class EngineThread:
     def _put(self, command: Command) -> None:
         self.check()
         with self._starting:
+            if self.closed:
+                raise QuickbeamError("this model is closed: load it again")
             if self._thread is None:
                 run, name = self._loop.run, "quickbeam-engine"
                 thread = threading.Thread(target=run, name=name, daemon=True)

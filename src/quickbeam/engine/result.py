@@ -14,6 +14,8 @@ FIGURES = (
     "exact",
 )
 
+SHOWN = 60  # characters of the text in a completion's `repr`
+
 
 @dataclass
 class SourceCount:
@@ -78,9 +80,9 @@ class Logprob:
     top: dict[int, float]
 
 
-@dataclass
+@dataclass(repr=False)
 class Completion:
-    """One answer.
+    """One answer. `str` of it is its text.
 
     - `finish_reason`: `stop` (an end-of-sequence or stop id, or a stop string), `length`,
       `interrupted`, or `error`.
@@ -98,6 +100,14 @@ class Completion:
     logprobs: list[Logprob] | None = None
     seed: int | None = None
     prompt_logprobs: list[Logprob | None] | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= SHOWN else f"{self.text[: SHOWN - 1]}…"
+        tokens = len(self.token_ids)
+        return f"Completion({text!r}, {tokens} tokens, finish_reason={self.finish_reason!r})"
 
     def to_json(self) -> dict[str, object]:
         """Return the record that `generate --json` prints."""

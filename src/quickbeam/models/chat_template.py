@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import re
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -19,6 +21,9 @@ import jinja2.sandbox
 from quickbeam.errors import TEXT_ALONE, InvalidInput
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
+ASKING = ("system", "developer", "user")  # roles whose messages say something in any template
+EXAMPLE = '{"role": "user", "content": "…"}'
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character
 PROBE = "What is said"  # a message that shows how a template takes content
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers, in case a template looks for it
 
@@ -100,7 +105,7 @@ def _messages(conversation: Sequence[Any]) -> list[dict[str, Any]]:
     for message in conversation:
         given = plain(message)
         if not isinstance(given, dict):
-            raise TypeError(f"a message is a dict with a role and content, not {message!r}")
+            raise TypeError(f"a message is a dict such as {EXAMPLE}, not {reprlib.repr(message)}")
         given = {name: value for name, value in given.items() if value is not None}
         reasoning = next((given[name] for name in REASONING if name in given), None)
         if reasoning is not None:
@@ -158,6 +163,58 @@ def render(
     return text[:end] if text[end : end + len(TAG)] == TAG else text[:end].rstrip()
 
 
+def as_messages(conversation: Any) -> list[Any]:
+    """Return the messages of a conversation; a text is one message of the user's.
+
+    Raises `InvalidInput`, with the number of the message that can't be used.
+    """
+    if isinstance(conversation, str):
+        return [{"role": "user", "content": conversation}]
+    if isinstance(conversation, bytes | Mapping) or not isinstance(conversation, Iterable):
+        raise InvalidInput(
+            f"a conversation is a text, or a list of messages such as {EXAMPLE}, not "
+            f"{reprlib.repr(conversation)}"
+        )
+    messages = list(conversation)
+    if not messages:
+        raise InvalidInput("an empty conversation: give at least one message")
+    for number, message in enumerate(messages):
+        _check_message(number, message)
+    return messages
+
+
+def _check_message(number: int, message: Any) -> None:
+    given = message if isinstance(message, Mapping) else plain(message)
+    if not isinstance(given, Mapping):
+        raise InvalidInput(
+            f"message {number}: a dict such as {EXAMPLE}, not {reprlib.repr(message)}"
+        )
+    role, content = given.get("role"), given.get("content")
+    if not isinstance(role, str):
+        raise InvalidInput(
+            f"message {number} has role={reprlib.repr(role)}: give who speaks, as 'system', 'user' "
+            "or 'assistant'"
+        )
+    if role not in (*ASKING, "assistant"):
+        return  # what a tool returns may be anything that the template writes
+    if content is None and role in ASKING:
+        raise InvalidInput(f"message {number} has no content: give its text, as in {EXAMPLE}")
+    in_parts = isinstance(content, list | tuple) and all(map(_is_part, content))
+    if not (content is None or in_parts or _is_text(content)):
+        raise InvalidInput(
+            f"message {number} has content={reprlib.repr(content)}: give a text of whole "
+            'characters, or a list of parts such as {"type": "text", "text": "…"}'
+        )
+
+
+def _is_part(part: Any) -> bool:
+    return _is_text(part.get("text", "") if isinstance(part, Mapping) else part)
+
+
+def _is_text(text: Any) -> bool:
+    return isinstance(text, str) and SURROGATE.search(text) is None
+
+
 def for_template(template: str, conversation: Sequence[Any]) -> list[Any]:
     """Return messages with their content as the template takes it: as a text, or as parts.
 
@@ -174,7 +231,7 @@ def for_template(template: str, conversation: Sequence[Any]) -> list[Any]:
                 raise InvalidInput(f"message {number} has a part of type {kind!r}: {TEXT_ALONE}")
         if isinstance(content, str) and _takes(template, True) and not _takes(template, False):
             message = {**message, "content": [{"type": "text", "text": content}]}
-        elif parts and not _takes(template, True) and _takes(template, False):
+        elif parts is content and not _takes(template, True) and _takes(template, False):
             texts = [part if isinstance(part, str) else part.get("text", "") for part in parts]
             message = {**message, "content": "\n".join(texts)}
         messages.append(message)

@@ -14,11 +14,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 AUTO = "auto"  # the dtype that a checkpoint's own configuration names
 
 
-def wanted_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype that a model is loaded in, for a name: None for `auto`.
+def wanted_dtype(name: str | torch.dtype) -> torch.dtype | None:
+    """Return the dtype that a model is loaded in, for a name or a dtype: None for `auto`.
 
     Raises `InvalidInput` naming the known ones.
     """
+    name = str(name).removeprefix("torch.") if isinstance(name, torch.dtype) else name
     if name not in (AUTO, *DTYPES):
         raise InvalidInput(f"unknown dtype {name!r}; known: {AUTO}, {', '.join(DTYPES)}")
     return DTYPES.get(name)
@@ -36,7 +37,8 @@ def pick_device(name: str | None) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise InvalidInput(
-            f"device {name!r} can't be used: {str(error).splitlines()[0]}"
+            f"device {name!r} can't be used: give 'cpu', or 'cuda' where there is a GPU "
+            f"({str(error).splitlines()[0]})"
         ) from error
     return device
 

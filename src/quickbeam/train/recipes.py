@@ -77,7 +77,7 @@ class Plan:
     """What a drafter is made from."""
 
     model: str | None
-    """Folder, .gguf file, Hugging Face id or embedded name. Default: the embedded one."""
+    """Folder, .gguf file, Hugging Face id or built-in model. Default: the built-in one."""
     out: Path
     """Folder for text, checkpoints and drafter. A second run goes on from there."""
     tokens: int = field(default=6_000_000, metadata={"min": 1000})

@@ -3,7 +3,7 @@
 A library is named after a hash of everything that went into it.
 `python -m quickbeam.models.native.build` compiles what this machine runs, `… build avx2` what is
 named, `… build --all` every set of the platform. The libraries are kept in the cache folder. A
-wheel may bring its own.
+wheel may bring its own. `… build --compiler` compiles nothing and says what would.
 
 The libraries have a C interface, so they depend neither on PyTorch's headers nor on its version.
 On Linux their OpenMP symbols are found in the runtime that PyTorch has loaded, so they share its
@@ -95,6 +95,12 @@ _WINDOWS = {"avx2": 40, "fma": 40, "f16c": 40, **dict.fromkeys(_AVX512, 41)}
 
 # what is looked for; on Windows g++ misaligns AVX registers
 COMPILERS = ("clang-cl", "cl") if sys.platform == "win32" else ("g++", "clang++", "c++")
+
+# what follows if there are none
+WITHOUT = (
+    "without native kernels PyTorch computes: answers take several times as long, and one may "
+    "differ in a batch or with drafts where two tokens are nearly as likely"
+)
 
 
 class CannotBuild(Exception):
@@ -295,12 +301,17 @@ def build_all(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build libraries, and print where they are. Returns the exit code.
+    """Build libraries, and print where they are, or what follows if there are none.
 
-    It is 2 for an unknown name, 1 if sets were asked for (by name or `--all`) and one can't be
-    built, else 0.
+    Returns the exit code. It is 2 for an unknown name, 1 if sets were asked for (by name or
+    `--all`) and one can't be built, else 0.
     """
     known = [*SETS, *EMULATED]
+    if [*arguments] == ["--compiler"]:
+        command = compiler()
+        found = f"{' '.join(command)} compiles them" if command else f"{no_compiler()}; {WITHOUT}"
+        print(f"kernels: {found if has_kernels() else NO_SETS}", flush=True)
+        return 0
     if unknown := [name for name in arguments if name not in (*known, "--all")]:
         print(
             f"error: unknown instruction set {unknown[0]!r}; known: {', '.join(known)}, or --all",
@@ -315,12 +326,14 @@ def main(arguments: Sequence[str]) -> int:
     missing = [name for name in names if not cached(name).is_file()]
     if missing and compiler() is not None:
         print(f"kernels: compiling {', '.join(missing)}", flush=True)
-    failed = False
-    for name, result in build_all(names).items():
-        failed = failed or isinstance(result, CannotBuild)
-        prefix = "not built: " if isinstance(result, CannotBuild) else ""
+    results = build_all(names)
+    failed = [name for name, result in results.items() if isinstance(result, CannotBuild)]
+    for name, result in results.items():
+        prefix = "not built: " if name in failed else ""
         print(f"kernels: {name} {prefix}{result}")
-    return int(bool(arguments) and failed)
+    if len(failed) == len(results):
+        print(f"kernels: {WITHOUT}")
+    return int(bool(arguments) and bool(failed))
 
 
 if __name__ == "__main__":

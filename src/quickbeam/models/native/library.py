@@ -300,6 +300,8 @@ def _choose(progress: Callable[[str], None] = logger.info) -> tuple[Kernels | No
                 logger.info("no kernels for %s: %s", name, reason)
         else:
             choice.refuse(request, reason)
+            if names:  # the machine could have had them
+                logger.warning("%s; %s", reason, build.WITHOUT)
             _chosen[request] = None, reason
     return _chosen[request]
 
