@@ -22,7 +22,7 @@ from typing_extensions import Self
 
 from quickbeam import __version__, hub
 from quickbeam.aio import AsyncLLM, AsyncStream, Closed
-from quickbeam.cache import cache_folder
+from quickbeam.cache import cache_folder, file_key
 from quickbeam.engine.result import Completion
 from quickbeam.engine.stream import Delta, Stream
 from quickbeam.errors import InvalidInput
@@ -361,10 +361,8 @@ def digest_of(model: str) -> str:
 
 
 def _digest(file: Path) -> str:
-    """Return the hash of a file, which is kept in the cache folder by path, size and time."""
-    state = file.stat()
-    key = f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}"
-    kept = cache_folder() / "digests" / hashlib.sha256(key.encode()).hexdigest()
+    """Return the hash of a file, which is kept in the cache folder by its `file_key`."""
+    kept = cache_folder() / "digests" / file_key(file)
     if kept.exists() and (known := kept.read_text()):
         return known
     digest = hashlib.sha256()
