@@ -1,5 +1,6 @@
 """What is loaded is the whole model as transformers computes it, or is refused in words."""
 
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -281,3 +282,36 @@ def test_a_tokenizer_that_is_broken_or_missing_is_named(folder):
     refuses(r"its tokenizer can't be read .*: download it again", LLM, str(folder))
     (folder / "tokenizer.json").unlink()
     refuses(r"it has no tokenizer\.json: download it again", LLM, str(folder))
+
+
+def missing(package):
+    raise importlib.metadata.PackageNotFoundError(package)
+
+
+def test_a_tokenizer_that_needs_a_library_to_be_converted_says_which(folder, monkeypatch):
+    monkeypatch.setattr("quickbeam.models.tokenizer.version", missing)
+    (folder / "tokenizer.json").unlink()
+    for content, words in (
+        (b"\n\x0e\n\x05<unk>", "pip install sentencepiece protobuf"),
+        (b"IQ== 0\n", "pip install tiktoken"),
+    ):
+        (folder / "tokenizer.model").write_bytes(content)
+        refuses(f"tokenizer.model and no tokenizer.json.*{words}", LLM, str(folder))
+        refuses(f"tokenizer.model and no tokenizer.json.*{words}", load, folder)
+
+
+def test_a_tokenizer_of_sentencepiece_is_converted(folder):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    pytest.importorskip("google.protobuf")
+    text = folder / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    sizes = {"vocab_size": 60, "model_type": "bpe", "hard_vocab_limit": False}
+    place = {"input": str(text), "model_prefix": str(folder / "tokenizer")}
+    sentencepiece.SentencePieceTrainer.train(**place, **sizes)
+    (folder / "tokenizer.json").unlink()
+    configure(folder, tokenizer_class="LlamaTokenizer")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    with LLM(str(folder)) as llm:
+        ids = llm.tokenizer("the lazy fox", add_special_tokens=False)["input_ids"]
+        assert ids == theirs.encode("the lazy fox") and llm.model.exact

@@ -33,7 +33,9 @@ from quickbeam.errors import InvalidInput, first_line, refuse_incomplete
 from quickbeam.models.angles import hold
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.formats import AUTO
+from quickbeam.models.prequantised import refuse_mlx
 from quickbeam.models.stored import COMPOSITES
+from quickbeam.models.tokenizer import refuse_unconverted
 
 # what transformers raises for a configuration that is of no model
 UNFIT = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
@@ -209,6 +211,7 @@ def load_model(
     try:
         base = _adapted(name, revision)
         config = _read_config(base or name, options)
+        refuse_mlx(config.to_dict())
         refuse_unfit(causal_class(config), config)
         quantised = _quantisation(config)
         if quantised and device_map is None:
@@ -260,8 +263,9 @@ def _load(
             ignore_mismatched_sizes=True,  # `refuse_incomplete` names them
             **options,
         )
-        refuse_incomplete(info["missing_keys"], info["mismatched_keys"])
+        refuse_incomplete(info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
         own = not base or _has_tokenizer(name, options["revision"])
+        refuse_unconverted(Path(name if own else base or name))
         return loaded, AutoTokenizer.from_pretrained(name if own else base, **options)
 
 
