@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import io
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -119,37 +118,6 @@ def test_experts_are_read_from_stacked_and_from_single_tensors(folder, stacked):
     for _ in range(4):
         ids.append(int(plain(torch.tensor([ids])).logits[0, -1].argmax()))
     assert answer.token_ids == ids[5:]
-
-
-def test_an_adapter_without_peft_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(loading, "is_peft_available", lambda: False)
-    adapter = json.dumps({"base_model_name_or_path": "somebody/model"})
-    (folder / "adapter_config.json").write_text(adapter)
-    words = r"adapter.*somebody/model.*pip install peft, or merge"
-    for kept in (True, False):  # the model beside its adapter, and the adapter alone
-        if not kept:
-            (folder / "config.json").unlink()
-        refuses(words, load, folder)
-
-
-@pytest.mark.parametrize("beside", [True, False])
-def test_an_adapter_is_merged(folder, tmp_path, beside):
-    peft = pytest.importorskip("peft")
-    write(folder, tie_word_embeddings=False)
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    whole = [] if beside else ["lm_head"]
-    parts = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": whole}
-    settings = peft.LoraConfig(r=4, **parts, init_lora_weights=False)
-    adapted = peft.get_peft_model(base, settings).eval()
-    ids = torch.tensor([[3, 1, 4, 1, 5]])
-    with torch.inference_mode():
-        expected = adapted(input_ids=ids).logits
-    place = folder if beside else tmp_path / "adapter"
-    adapted.save_pretrained(place)
-    model = load(place)
-    assert not why_not_native(model)
-    with torch.inference_mode():
-        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(

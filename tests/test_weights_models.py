@@ -119,12 +119,10 @@ def test_a_full_disk_is_a_warning(toy_folder, cache, monkeypatch, caplog):
     assert [file.suffix for file in (cache / "weights").iterdir()] == [".lock"]
 
 
-def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    for place in ("somebody/model", str(tmp_path)):
-        file = WeightFile.of(place, None, INT8, None)
-        file.write(3, lambda: [torch.zeros(3, dtype=torch.uint8)], "")
-        assert file.path is None and file.read(3) is None
+def test_weights_of_an_unknown_place_are_not_kept():
+    file = WeightFile.of("somebody/model", None, INT8, None)
+    file.write(3, lambda: [torch.zeros(3, dtype=torch.uint8)], "")
+    assert file.path is None and file.read(3) is None
     of = [WeightFile.of("somebody/model", one, INT8, None).path for one in ("c0ffee", "c0ffed")]
     assert of[0] != of[1]
 

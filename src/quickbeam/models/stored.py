@@ -8,7 +8,7 @@ stored one by one, or transposed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -126,6 +126,13 @@ def own_names(
         elif not parts:
             named[name] = as_stored
     return {name: one for name, one in named.items() if not name.endswith(BUFFERS)}
+
+
+def causal_names(name: str) -> Iterator[str]:
+    """Yield what a causal language model may call a parameter of a larger model."""
+    yield name
+    yield from (name.removeprefix(one) for one in HEADS if one and name.startswith(one))
+    yield from (f"model.{name.removeprefix(one)}" for one in PREFIXES if name.startswith(one))
 
 
 def _renamed(kind: str, name: str) -> str:

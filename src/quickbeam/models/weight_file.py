@@ -43,24 +43,29 @@ class WeightFile:
 
     @classmethod
     def of(
-        cls, folder: str, commit: str | None, kind: str, progress: Progress | None
+        cls,
+        folder: str,
+        commit: str | None,
+        kind: str,
+        progress: Progress | None,
+        base: Path | None = None,
     ) -> WeightFile:
         """Return the file of a checkpoint.
 
         `folder`: a folder or file, whose files are told from others by `file_key`, or a Hugging
         Face id at a `commit`. Another state of the checkpoint, or another version of the
         layout, has another file, which replaces this one. Nothing is kept of an id without a
-        commit. Nothing is kept of an adapter either, as the model that it belongs to may change
-        elsewhere.
+        commit. `base`: for an adapter in `folder`, the folder of the model that it changes.
         """
         place = Path(folder)
-        if (not place.exists() and commit is None) or (place / "adapter_config.json").exists():
+        if not place.exists() and commit is None:
             return cls(None, progress)
         where = str(place.resolve()) if place.exists() else folder
         name = "".join(
             letter if letter.isalnum() or letter in "-._" else "-" for letter in place.name
         )
-        state = _digest([str(commit), *_state(place), *_layout()])
+        of_base = [] if base is None else _state(base)
+        state = _digest([str(commit), *_state(place), *of_base, *_layout()])
         file = f"{name}-{kind}-{_digest([where])}-{state}.safetensors"
         return cls(cache_folder() / "weights" / file, progress)
 

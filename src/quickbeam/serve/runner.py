@@ -28,6 +28,7 @@ from quickbeam.engine.stream import Delta, Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
+from quickbeam.models.adapters import base_of
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import LATER, SOON, Gate, Ticket, Unavailable
 from quickbeam.serve.errors import Interrupted, problem
@@ -356,6 +357,9 @@ def digest_of(model: str) -> str:
         except Exception:  # only the model's loader knows where it is
             return model
     files = [path] if path.is_file() else sorted(path.iterdir())
+    base = base_of(path)
+    if base not in (None, path):
+        files += sorted(base.iterdir())
     named = (f"{one.name}\0{_digest(one)}" for one in files if one.suffix in DECIDES)
     return hashlib.sha256("\0".join(named).encode()).hexdigest()
 
