@@ -162,6 +162,16 @@ def test_a_file_has_one_key_as_long_as_it_is_the_same(tmp_path, size):
     assert len(keys) == 4
 
 
+def test_a_model_in_several_files_has_one_key_for_all(tmp_path):
+    first, second = (tmp_path / f"a[1]-0000{i}-of-00002.gguf" for i in (1, 2))
+    put(first, b"1")
+    put(second, b"2")
+    assert cache.split_files(first) == [first, second] == cache.split_files(second)
+    key, other = file_key(first), put(tmp_path / "a[1]-00001-of-00003.gguf", b"1")
+    put(second, b"3")
+    assert len({key, other, file_key(first)}) == 3
+
+
 def test_images_without_times_and_inodes_are_told_apart_by_their_content(tmp_path, monkeypatch):
     state = SimpleNamespace(st_size=LARGE, st_ino=1, st_mtime_ns=0, st_ctime_ns=0)
     monkeypatch.setattr("os.fstat", lambda file: state)

@@ -23,6 +23,7 @@ WHOLE = 4 << 20  # bytes of a file that is hashed as a whole
 SAMPLE = 4096  # bytes that are hashed at each of several positions of a larger file
 APART = 1 << 20  # bytes from one position to the next, at least
 SAMPLES = 512  # positions, at most
+SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # the name of one of several files
 SMALL = 64 << 10  # bytes of a tensor that is hashed as a whole, such as a norm's
 
 Progress = Callable[[str, "float | None"], None]
@@ -75,29 +76,41 @@ def sweep(made: Path) -> None:
 
 
 def file_key(path: Path) -> str:
-    """Return a hash that is another one once a file is another one, also under the same path.
+    """Return a hash that changes once the file under a path is another one.
 
     It is made of the path, the size, the inode, the times of modification and of change, and of
     content: all of a file of at most `WHOLE` bytes; of a larger one samples, evenly spread from its
-    beginning to its end, and each small tensor of a `.safetensors` file.
+    beginning to its end, and each small tensor of a `.safetensors` file. A `.gguf` model in several
+    files has one key for all of them.
 
-    No part is enough by itself. Archives, image layers and `cp -p` give files of equal size any
-    time of modification. Samples miss a small change; but where files can be changed, each change
-    sets the time of change. On read-only images, which know no such time, a file comes with
-    another image, and samples see that.
-    A copy has another key than its original, so what is kept is made again for it. Reading all of
-    a large file at each start would cost more than that.
-    Raises `OSError` for a file that can't be read.
+    No part is enough by itself. Archives, image layers and `cp -p` set any time of modification.
+    Samples miss a small change; but where a file can be changed, each change sets the time of
+    change, which no program can choose. Read-only images have no such time; there samples tell
+    files apart that differ in more than a few numbers.
+
+    A copy has another key than its original, so what is kept is made again for the copy. To hash
+    all of a large file at each start would cost more. Raises `OSError` for a file that can't be
+    read.
     """
     digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        state = os.fstat(file.fileno())
-        about = (state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns)
-        digest.update(f"{path.resolve()} {about}".encode())
-        for first, count in _hashed(file, path.suffix, state.st_size):
-            file.seek(first)
-            digest.update(file.read(count))
+    for part in split_files(path):
+        with open(part, "rb", buffering=0) as file:
+            state = os.fstat(file.fileno())
+            about = (state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns)
+            digest.update(f"{part.resolve()} {about}".encode())
+            for first, count in _hashed(file, part.suffix, state.st_size):
+                file.seek(first)
+                digest.update(file.read(count))
     return digest.hexdigest()
+
+
+def split_files(path: Path) -> list[Path]:
+    """Return a file; of a `.gguf` model in several files (`NAME-00001-of-00003.gguf`), all."""
+    name = SPLIT.fullmatch(path.name)
+    if name is None:
+        return [path]
+    every = re.compile(rf"{re.escape(name[1])}-\d{{5}}-of-{name[2]}\.gguf")
+    return sorted(one for one in path.parent.iterdir() if every.fullmatch(one.name))
 
 
 def _hashed(file: BinaryIO, suffix: str, size: int) -> Iterator[tuple[int, int]]:

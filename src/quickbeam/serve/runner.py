@@ -22,7 +22,7 @@ from typing_extensions import Self
 
 from quickbeam import __version__, hub
 from quickbeam.aio import AsyncLLM, AsyncStream, Closed
-from quickbeam.cache import cache_folder, file_key
+from quickbeam.cache import cache_folder, file_key, split_files
 from quickbeam.engine.result import Completion
 from quickbeam.engine.stream import Delta, Stream
 from quickbeam.errors import InvalidInput
@@ -356,7 +356,7 @@ def digest_of(model: str) -> str:
             path = Path(snapshot_download(model, local_files_only=True))
         except Exception:  # only the model's loader knows where it is
             return model
-    files = [path] if path.is_file() else sorted(path.iterdir())
+    files = split_files(path) if path.is_file() else sorted(path.iterdir())
     base = base_of(path)
     if base not in (None, path):
         files += sorted(base.iterdir())
