@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 SIZES = {Q: (32, 32), DOWN: (32, 48)}
-needs_kernels = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
 
 @pytest.fixture
@@ -266,7 +266,6 @@ def answering(toy_folder, tmp_path):
     return adapter, base, whole
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     "options",
     [{}, {"weights": "int8"}, {"memory": 60_000}, {"memory": 60_000, "weights": "int8"}],

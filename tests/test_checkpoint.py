@@ -356,6 +356,9 @@ def test_weights_in_few_bits_are_never_read_as_plain_ones(tmp_path):
         rewrite(tmp_path, {f"{at}.{part}": torch.ones(3)})
         refuses(f"hold {at}.{part}.*no quantization_config", Checkpoint, tmp_path, None)
         rewrite(tmp_path, {f"{at}.{part}": None})
+    weight = {f"{at}.weight": None, f"{at}.qweight": torch.ones(3, dtype=torch.int32)}
+    rewrite(tmp_path, weight)
+    refuses(f"hold {at}.qweight.*no quantization_config", Checkpoint, tmp_path, None)
     for fields in ({}, {"quantization_config": {"group_size": 64, "bits": 4}}):
         configure(tmp_path, quantization={"group_size": 64, "bits": 4}, **fields)
         words = r"quantised by MLX \(4 bits, groups of 64\); read are AWQ.*unquantised weights"

@@ -266,18 +266,18 @@ class Checkpoint(Parameters):
         """Say which tensors are left out, as they are none of the model's.
 
         `lacking`: parameters of those `wanted` that are not found. Raises `InvalidInput` for them,
-        or `NotDescribed` where they may be stored under other names, and for a bias that the
-        architecture doesn't add.
+        and for weights in few bits where no method is named. Raises `NotDescribed` where what is
+        lacking may be stored under other names, and for a bias that the architecture doesn't add.
         """
         others = (name for name in unread if not is_mtp(name, self.config))
         odd = sorted(name for name in others if not self._needless(name, named))
-        biases = [name for name in odd if f"{name.removesuffix('.bias')}.weight" in wanted]
-        if biases or (odd and lacking):  # transformers may know more names
-            raise NotDescribed(f"its files hold {(biases or odd)[0]}")
-        if odd:
+        for name in odd:
             if self._method is None:
-                for name in odd:
-                    refuse_unnamed(name)
+                refuse_unnamed(name)
+            bias = name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in wanted
+            if bias or lacking:  # transformers may know more names
+                raise NotDescribed(f"its files hold {name}")
+        if odd:
             logger.warning(
                 "%s: its files hold %s, which its architecture has no use for: left out",
                 self.path,
@@ -323,7 +323,7 @@ class Checkpoint(Parameters):
         """
         if self._method is not None and name.rpartition(".")[2] in UNREAD:
             return True
-        return name.endswith(".bias") and not self._files.whole(named[name]).any()
+        return name.endswith(".bias") and not self._files.whole(named[name]).float().any()
 
     def mapped(self, name: str) -> Any:
         """Return a tensor whose rows are read from its file as they are needed.
