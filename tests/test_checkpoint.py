@@ -32,6 +32,7 @@ from quickbeam.models.angles import Angles, frequencies, hold
 from quickbeam.models.checkpoint import Checkpoint, read_config
 from quickbeam.models.families import FAMILIES, describe, stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
+from quickbeam.models.loading import load_model
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import dense_rows
 from quickbeam.models.native_model import NativeModel
@@ -232,13 +233,137 @@ def test_names_of_attributes_are_those_of_transformers():
         assert ATTRIBUTES.get(kind, {}) == CONFIG_MAPPING[kind].attribute_map, kind
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
     made("deepseek_v3").save_pretrained(tmp_path)
     more = {"model.layers.3.eh_proj.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)}
     rewrite(tmp_path, more)
-    refuses(r"layers\.3", Checkpoint, tmp_path, torch.float32, error=NotDescribed)
+    assert Checkpoint(tmp_path, torch.float32).stack.layers
+    assert "layers.3.eh_proj.weight, which" in caplog.text and "mtp.norm" not in caplog.text
+    caplog.clear()
     configure(tmp_path, num_nextn_predict_layers=1)
     assert Checkpoint(tmp_path, torch.float32).stack.layers
+    assert not caplog.text
+
+
+def logits_in(folder):
+    checkpoint = Checkpoint(folder, None)
+    return logits_of(NativeModel(checkpoint, checkpoint.stack), IDS.tolist())
+
+
+def language_part(name):
+    return name if name.startswith("lm_head") else f"model.language_{name}"
+
+
+LAYER = "model.layers.1."
+TRAINERS = {
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "layers compiled": lambda name: name.replace(LAYER, f"{LAYER}_orig_mod."),
+    "copied to several devices": lambda name: f"module.{name}",
+    "copied and compiled": lambda name: f"module._orig_mod.{name}",
+    "sharded": lambda name: name.replace(LAYER, f"{LAYER}_fsdp_wrapped_module."),
+    "recomputed": lambda name: name.replace(LAYER, f"{LAYER}_checkpoint_wrapped_module."),
+    "merged in place": lambda name: name.replace("q_proj.", "q_proj.base_layer."),
+    "adapted": lambda name: "base_model.model." + name.replace("up_proj.", "up_proj.base_layer."),
+    "a part": lambda name: f"language_model.{name}",
+    "an inner part": language_part,
+}
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+@pytest.mark.parametrize("name", TRAINERS)
+def test_names_that_trainers_give_are_read(name, tmp_path, caplog):
+    made("llama", torch.bfloat16).save_pretrained(tmp_path)
+    right = logits_in(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {TRAINERS[name](one): tensor for one, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, tmp_path / "model.safetensors")
+    assert torch.equal(logits_in(tmp_path), right) and not caplog.records
+
+
+def test_names_that_can_not_be_mapped_are_said(tmp_path):
+    made("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    rewrite(tmp_path, {f"_orig_mod.{HEAD}": tensors[HEAD]})
+    refuses(f"hold .*{HEAD} and .*{HEAD}, which are one", Checkpoint, tmp_path, None)
+    rewrite(tmp_path, {f"_orig_mod.{HEAD}": None, f"{HEAD[:-7]}.lora_A.default": torch.ones(2)})
+    refuses(r"lm_head\.lora_A\.default, which is not merged", Checkpoint, tmp_path, None)
+    odd = {one.replace("self_attn", "attention"): of for one, of in tensors.items()}
+    save_file(odd, tmp_path / "model.safetensors", {"format": "pt"})
+    words = r"lack model.*self_attn.* and its files hold model.*attention.*rename the tensors"
+    refuses(words, LLM, str(tmp_path))
+
+
+def test_shards_without_an_index_are_all_read(tmp_path):
+    model = made("llama")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    save_file({"x": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
+    checkpoint = Checkpoint(tmp_path, torch.float32)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(checkpoint(name), parameter)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    save_file({"x": torch.ones(1)}, tmp_path / "old-00001-of-00002.safetensors")
+    refuses("shards of several sets", Checkpoint, tmp_path, None)
+    (tmp_path / "old-00001-of-00002.safetensors").unlink()
+    shards[1].unlink()
+    words = f"lacks part 2 of {len(shards)} of model: download it again"
+    refuses(words, Checkpoint, tmp_path, None)
+
+
+STRAYS = {
+    "value head": {"v_head.summary.weight": torch.ones(1, 32), "v_head.summary.bias": [1.0]},
+    "scales of keys": {"model.layers.0.self_attn.k_scale": [2.0]},
+    "layer": {"model.layers.3.self_attn.q_proj.weight": torch.ones(32, 32)},
+    "bias of zeros": {"model.layers.0.self_attn.q_proj.bias": [0.0] * 32},
+    "tokens": {"tokens": torch.ones(3, dtype=torch.uint32)},
+}
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+@pytest.mark.parametrize("name", STRAYS)
+def test_what_the_architecture_has_no_use_for_is_left_out_with_a_word(name, tmp_path, caplog):
+    made("llama", torch.bfloat16).save_pretrained(tmp_path)
+    right = logits_in(tmp_path)
+    rewrite(tmp_path, {one: torch.as_tensor(of) for one, of in STRAYS[name].items()})
+    assert torch.equal(logits_in(tmp_path), right)
+    assert len(caplog.records) == (name != "bias of zeros")
+    assert name == "bias of zeros" or min(STRAYS[name]) in caplog.text
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("every", [True, False])
+def test_other_numbers_are_converted_with_a_word(dtype, every, tmp_path, caplog):
+    made("llama", torch.bfloat16).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    chosen = sorted(tensors) if every else ["model.layers.0.mlp.up_proj.weight"]
+    changed = {one: tensors[one].to(dtype) for one in chosen}
+    rewrite(tmp_path, {one: tensor.bfloat16() for one, tensor in changed.items()})
+    right = logits_in(tmp_path)
+    rewrite(tmp_path, changed)
+    if every and dtype.itemsize == 1:
+        configure(tmp_path, dtype=str(dtype).removeprefix("torch."))
+    assert torch.equal(logits_in(tmp_path), right)
+    assert chosen[0] in caplog.text and "become bfloat16" in caplog.text
+
+
+def test_weights_in_few_bits_are_never_read_as_plain_ones(tmp_path):
+    made("llama", torch.bfloat16).save_pretrained(tmp_path)
+    at = "model.layers.0.mlp.up_proj"
+    for part in ("weight_scale", "weight_scale_inv", "scales", "biases", "weight.absmax"):
+        rewrite(tmp_path, {f"{at}.{part}": torch.ones(3)})
+        refuses(f"hold {at}.{part}.*no quantization_config", Checkpoint, tmp_path, None)
+        rewrite(tmp_path, {f"{at}.{part}": None})
+    weight = {f"{at}.weight": None, f"{at}.qweight": torch.ones(3, dtype=torch.int32)}
+    rewrite(tmp_path, weight)
+    refuses(f"hold {at}.qweight.*no quantization_config", Checkpoint, tmp_path, None)
+    for fields in ({}, {"quantization_config": {"group_size": 64, "bits": 4}}):
+        configure(tmp_path, quantization={"group_size": 64, "bits": 4}, **fields)
+        words = r"quantised by MLX \(4 bits, groups of 64\); read are AWQ.*unquantised weights"
+        refuses(words, Checkpoint, tmp_path, None)
+        refuses(words, load_model, str(tmp_path), None, torch.device("cpu"))
 
 
 def test_what_is_stored_otherwise_is_left_to_transformers(tmp_path):
@@ -247,11 +372,13 @@ def test_what_is_stored_otherwise_is_left_to_transformers(tmp_path):
     for change, reason in [
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised by bitsandbytes"),
         ({"model_type": "rwkv"}, "no family"),
-        ({"num_hidden_layers": 2}, r"layers\.2"),
         ({"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}, "'odd'; known: default"),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(fields | change))
         refuses(reason, Checkpoint, tmp_path, torch.float32, error=NotDescribed)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    rewrite(tmp_path, {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)})
+    refuses(r"q_proj\.bias", Checkpoint, tmp_path, torch.float32, error=NotDescribed)
 
 
 ROPES: list[dict[str, Any]] = [

@@ -59,12 +59,18 @@ def test_it_is_converted_once_or_refused(file, tmp_path):
     os.utime(file, ns=(1, 1))
     other = hub.converted(file, progress)
     assert other != folder and stages
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(1, 1))  # another file of the same size and time
+    third = hub.converted(file, progress)
+    assert third not in (folder, other)
     assert not list(folder.parent.glob(".*.tmp"))
     refuses(r"no such file: .*none\.gguf", hub.converted, tmp_path / "none.gguf")
     for data in (b"GGUF without what follows it" * 2, file.read_bytes()[:-2000]):
         (tmp_path / "bad.gguf").write_bytes(data)
         refuses(r"can't load .*bad\.gguf", hub.converted, tmp_path / "bad.gguf")
-    assert set(folder.parent.glob("*/")) == {folder, other}
+    assert set(folder.parent.glob("*/")) == {folder, other, third}
 
 
 def test_the_library_is_left_as_it_was(file):

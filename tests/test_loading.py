@@ -1,8 +1,8 @@
 """What is loaded is the whole model as transformers computes it, or is refused in words."""
 
+import importlib.metadata
 import importlib.util
 import io
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -118,37 +118,6 @@ def test_experts_are_read_from_stacked_and_from_single_tensors(folder, stacked):
     for _ in range(4):
         ids.append(int(plain(torch.tensor([ids])).logits[0, -1].argmax()))
     assert answer.token_ids == ids[5:]
-
-
-def test_an_adapter_without_peft_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(loading, "is_peft_available", lambda: False)
-    adapter = json.dumps({"base_model_name_or_path": "somebody/model"})
-    (folder / "adapter_config.json").write_text(adapter)
-    words = r"adapter.*somebody/model.*pip install peft, or merge"
-    for kept in (True, False):  # the model beside its adapter, and the adapter alone
-        if not kept:
-            (folder / "config.json").unlink()
-        refuses(words, load, folder)
-
-
-@pytest.mark.parametrize("beside", [True, False])
-def test_an_adapter_is_merged(folder, tmp_path, beside):
-    peft = pytest.importorskip("peft")
-    write(folder, tie_word_embeddings=False)
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    whole = [] if beside else ["lm_head"]
-    parts = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": whole}
-    settings = peft.LoraConfig(r=4, **parts, init_lora_weights=False)
-    adapted = peft.get_peft_model(base, settings).eval()
-    ids = torch.tensor([[3, 1, 4, 1, 5]])
-    with torch.inference_mode():
-        expected = adapted(input_ids=ids).logits
-    place = folder if beside else tmp_path / "adapter"
-    adapted.save_pretrained(place)
-    model = load(place)
-    assert not why_not_native(model)
-    with torch.inference_mode():
-        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(
@@ -281,3 +250,36 @@ def test_a_tokenizer_that_is_broken_or_missing_is_named(folder):
     refuses(r"its tokenizer can't be read .*: download it again", LLM, str(folder))
     (folder / "tokenizer.json").unlink()
     refuses(r"it has no tokenizer\.json: download it again", LLM, str(folder))
+
+
+def missing(package):
+    raise importlib.metadata.PackageNotFoundError(package)
+
+
+def test_a_tokenizer_that_needs_a_library_to_be_converted_says_which(folder, monkeypatch):
+    monkeypatch.setattr("quickbeam.models.tokenizer.version", missing)
+    (folder / "tokenizer.json").unlink()
+    for content, words in (
+        (b"\n\x0e\n\x05<unk>", "pip install sentencepiece protobuf"),
+        (b"IQ== 0\n", "pip install tiktoken"),
+    ):
+        (folder / "tokenizer.model").write_bytes(content)
+        refuses(f"tokenizer.model and no tokenizer.json.*{words}", LLM, str(folder))
+        refuses(f"tokenizer.model and no tokenizer.json.*{words}", load, folder)
+
+
+def test_a_tokenizer_of_sentencepiece_is_converted(folder):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    pytest.importorskip("google.protobuf")
+    text = folder / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    sizes = {"vocab_size": 60, "model_type": "bpe", "hard_vocab_limit": False}
+    place = {"input": str(text), "model_prefix": str(folder / "tokenizer")}
+    sentencepiece.SentencePieceTrainer.train(**place, **sizes)
+    (folder / "tokenizer.json").unlink()
+    configure(folder, tokenizer_class="LlamaTokenizer")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    with LLM(str(folder)) as llm:
+        ids = llm.tokenizer("the lazy fox", add_special_tokens=False)["input_ids"]
+        assert ids == theirs.encode("the lazy fox") and llm.model.exact

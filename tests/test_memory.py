@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from cases import before, raising, refuses
+from checkpoints import configure
 from features import interrupt
 from models import SIZES, tiny
 from quickbeam.drafters.draft_model import LMDrafter
@@ -271,9 +272,9 @@ def test_what_cannot_be_read_while_computing_is_refused(toy_folder, tmp_path, mo
         ({"device_map": "cpu"}, "device_map"),
     ):
         refuses(words, LLM, toy_folder, "ar", **{"memory": TIGHT, **options})
-    adapted = saved("llama", tmp_path / "adapted", toy_folder)
-    (Path(adapted) / "adapter_config.json").write_text("{}")
-    refuses(r"native kernels run in one call.*adapter", LLM, adapted, "ar", memory=TIGHT)
+    odd = saved("llama", tmp_path / "odd", toy_folder)
+    configure(Path(odd), odd_scaling=2.0)
+    refuses(r"native kernels run in one call.*odd_scaling", LLM, odd, "ar", memory=TIGHT)
     monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
     refuses("eager", LLM, toy_folder, "ar", memory=TIGHT)
 

@@ -295,6 +295,21 @@ def test_float8_is_read_as_transformers_reads_it(name, tmp_path):
         assert torch.equal(checkpoint(one), parameter), one
 
 
+def test_float8_without_scales_has_its_own_numbers_and_one_scale_that_lacks_is_named(
+    tmp_path, caplog
+):
+    write(tmp_path, "fp8")
+    change_file(tmp_path, lambda s: s.pop(f"{AT}.weight_scale_inv"))
+    words = f"{AT}.weight has float8 numbers and no scale, which others have"
+    refuses(words, Checkpoint, tmp_path, None)
+    stored = load_file(tmp_path / SINGLE)
+    plain = {name: one for name, one in stored.items() if not name.endswith("_scale_inv")}
+    save_file(plain, tmp_path / SINGLE)
+    checkpoint = Checkpoint(tmp_path, None)
+    assert torch.equal(checkpoint(f"{AT}.weight"), stored[f"{AT}.weight"].bfloat16())
+    assert "become bfloat16" in caplog.text
+
+
 @pytest.mark.parametrize(("inputs", "width"), [(128 * 128, None), (256, 64)])
 def test_float8_with_as_many_blocks_as_outputs_and_beside_experts(inputs, width, tmp_path):
     """`width`: of experts' inputs, by which stored weights may be transposed."""

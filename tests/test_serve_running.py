@@ -326,7 +326,7 @@ def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch, 
     of, first = served_runner.digest_of, served_runner.fingerprint_of(llm)
     assert re.fullmatch(r"fp_[0-9a-f]{16}", first)
     with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", None)  # files are known by path, size and time
+        patch.setattr(served_runner, "BLOCK", "none")  # known files are not read as a whole
         assert served_runner.fingerprint_of(llm) == first
     with LLM(toy_folder, "ar", dtype="float32") as other:
         assert served_runner.fingerprint_of(other) != first
@@ -339,7 +339,12 @@ def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch, 
     content[-1] ^= 1
     weights.write_bytes(content)
     os.utime(weights, ns=(1, 1))
-    assert of(str(copy)) != of(toy_folder) and of("nobody/knows-this") == "nobody/knows-this"
+    changed = of(str(copy))
+    content[-1] ^= 2
+    weights.write_bytes(content)
+    os.utime(weights, ns=(1, 1))  # of the same size and time
+    assert len({of(toy_folder), changed, of(str(copy))}) == 3
+    assert of("nobody/knows-this") == "nobody/knows-this"
 
 
 def test_an_address_that_can_not_be_had_is_one_line(monkeypatch):

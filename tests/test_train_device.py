@@ -88,6 +88,20 @@ def test_muon_makes_the_steps_of_pytorchs(dtype, tolerance, monkeypatch):
             batched.load_state_dict(deepcopy(plain.state_dict()))
 
 
+def test_hidden_states_of_another_target_are_not_taken(tmp_path):
+    texts = collate(own_text(model(), 2, seed=4))
+    StateCache.of(target(), tmp_path).read(texts)
+    other = model()
+    with torch.no_grad():
+        other.get_input_embeddings().weight.mul_(2)
+    for of in (
+        FrozenTarget(other, (*CONFIG.taps, 3)),
+        FrozenTarget(model(), (*CONFIG.taps, 2)),
+    ):
+        right = of.read(texts).hidden
+        assert torch.equal(StateCache.of(of, tmp_path).read(texts).hidden, right)
+
+
 @pytest.mark.parametrize("where", KEPT)
 def test_hidden_states_are_kept_as_far_as_they_fit(where, tmp_path, monkeypatch):
     of, reads, texts = target(), list[int](), own_text(model(), 4, seed=4)

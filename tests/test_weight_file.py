@@ -12,9 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from cases import FULL, before, refuses
 from models import tiny
+from quickbeam import cache
+from quickbeam.cache import file_key
 from quickbeam.errors import QuickbeamError
 from quickbeam.models import memory
 from quickbeam.models.families import describe
@@ -130,6 +133,61 @@ def test_another_way_of_packing_has_another_file(tmp_path, monkeypatch):
             file.write("\n")
         names.add(WeightFile.of(str(tmp_path), None, "int8", None).path)
     assert len(names) == 3
+
+
+LARGE = 3 * cache.WHOLE
+
+
+def put(path, content):
+    """Give a file its content and a time, as archives and image layers do."""
+    path.write_bytes(content)
+    os.utime(path, ns=(1, 1))
+    return file_key(path)
+
+
+@pytest.mark.parametrize("size", [1000, LARGE])
+def test_a_file_has_one_key_as_long_as_it_is_the_same(tmp_path, size):
+    path, other = tmp_path / "w.safetensors", tmp_path / "other"
+    key = put(path, bytes(size))
+    assert file_key(path) == key
+    changed = bytearray(size)
+    changed[size * 2 // 3] = 1
+    keys = {key, put(path, changed)}  # in place
+    put(other, bytes(size))
+    os.replace(other, path)
+    keys.add(file_key(path))
+    put(other, changed)
+    shutil.copy2(other, path)
+    keys.add(file_key(path))
+    assert len(keys) == 4
+
+
+def test_a_model_in_several_files_has_one_key_for_all(tmp_path):
+    first, second = (tmp_path / f"a[1]-0000{i}-of-00002.gguf" for i in (1, 2))
+    put(first, b"1")
+    put(second, b"2")
+    assert cache.split_files(first) == [first, second] == cache.split_files(second)
+    key, other = file_key(first), put(tmp_path / "a[1]-00001-of-00003.gguf", b"1")
+    put(second, b"3")
+    assert len({key, other, file_key(first)}) == 3
+
+
+def test_images_without_times_and_inodes_are_told_apart_by_their_content(tmp_path, monkeypatch):
+    state = SimpleNamespace(st_size=LARGE, st_ino=1, st_mtime_ns=0, st_ctime_ns=0)
+    monkeypatch.setattr("os.fstat", lambda file: state)
+    norm, matrix = torch.ones(64), torch.zeros(LARGE // 4)
+
+    def key(**changes):
+        tensors = {"matrix": matrix, "norm": norm} | changes
+        save_file(tensors, tmp_path / "w.safetensors")
+        state.st_size = (tmp_path / "w.safetensors").stat().st_size
+        return file_key(tmp_path / "w.safetensors")
+
+    keys = [key(), key(norm=norm * 2), key(matrix=matrix + 1), key()]
+    assert len(set(keys)) == 3 and keys[0] == keys[3]
+    for header in (b"\xff" * 8, b"\x10" + bytes(7)):  # a broken one has a key as well
+        (tmp_path / "w.safetensors").write_bytes(header + bytes(LARGE))
+        assert file_key(tmp_path / "w.safetensors")
 
 
 @pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")

@@ -33,10 +33,22 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def refuse_incomplete(missing: Iterable[str], mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+def some_of(names: Iterable[str], count: int = 4) -> str:
+    """Return the first names in order, and how many more there are."""
+    every = sorted(names)
+    more = f" and {len(every) - count} more" if len(every) > count else ""
+    return f"{', '.join(every[:count])}{more}"
+
+
+def refuse_incomplete(
+    missing: Iterable[str],
+    mismatched: Iterable[tuple[str, Any, Any]],
+    unread: Iterable[str] = (),
+) -> None:
     """Raise `InvalidInput` naming the tensors that a checkpoint lacks, or has in another shape.
 
-    `mismatched`: name, shape as stored, shape as expected.
+    `mismatched`: name, shape as stored, shape as expected. `unread`: the names of tensors that the
+    checkpoint has and that are none of the model's.
     """
     if mismatched := sorted(mismatched):
         name, stored, expected = mismatched[0]
@@ -46,13 +58,17 @@ def refuse_incomplete(missing: Iterable[str], mismatched: Iterable[tuple[str, An
             "config.json: they are of two models"
         )
     if missing := sorted(missing):
-        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        if unread := sorted(unread):
+            raise InvalidInput(
+                f"its weights lack {some_of(missing)}, and its files hold {some_of(unread)} "
+                "instead: rename the tensors as expected, or take a checkpoint whose config.json "
+                "and weights are of one model"
+            )
         hint = (
             "; if its head is its embedding, write tie_word_embeddings: true into config.json"
             if missing == ["lm_head.weight"]
             else ""
         )
         raise InvalidInput(
-            f"its weights lack {', '.join(missing[:4])}{more}: download it again, "
-            f"with all of its files{hint}"
+            f"its weights lack {some_of(missing)}: download it again, with all of its files{hint}"
         )

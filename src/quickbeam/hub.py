@@ -21,7 +21,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from quickbeam.cache import Progress, alone, cache_folder, folder_bytes, is_complete, sweep
+from quickbeam.cache import (
+    Progress,
+    alone,
+    cache_folder,
+    file_key,
+    folder_bytes,
+    is_complete,
+    sweep,
+)
 from quickbeam.errors import InvalidInput, QuickbeamError, first_line
 from quickbeam.mtp import MTP, has_mtp
 
@@ -197,18 +205,15 @@ def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
 def converted(gguf: Path, progress: Progress = quiet) -> Path:
     """Return the bfloat16 folder of a .gguf file, made on first use and kept in the cache.
 
-    A file that changes is converted again.
+    Another file under the same path is converted again (`cache.file_key`).
 
     Raises `InvalidInput` for a file that does not exist or can't be read, and `QuickbeamError` if
     the cache can't be written.
     """
     if not gguf.is_file():
         raise InvalidInput(f"no such file: {gguf}")
-    state = gguf.stat()
-    version = f"{gguf.resolve()} {state.st_size} {state.st_mtime_ns}"
-    key = hashlib.sha256(version.encode()).hexdigest()[:16]
-    folder = cache_folder() / "gguf" / f"{gguf.stem}-{key}"
     try:
+        folder = cache_folder() / "gguf" / f"{gguf.stem}-{file_key(gguf)[:16]}"
         _make(folder, gguf.name, "converts", lambda _: gguf, (), progress)
     except UNREADABLE as error:
         raise InvalidInput(

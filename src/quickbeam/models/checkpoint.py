@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -19,12 +19,18 @@ from typing import Any
 import torch
 
 from quickbeam.cache import cache_folder
-from quickbeam.errors import InvalidInput, first_line, refuse_incomplete
+from quickbeam.errors import InvalidInput, first_line, refuse_incomplete, some_of
 from quickbeam.models.angles import hold
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed, check_count
 from quickbeam.models.native.quantised import BlockRows, Weight
-from quickbeam.models.prequantised import UNREAD, QuantisedTensor, method_of
+from quickbeam.models.prequantised import (
+    UNREAD,
+    QuantisedTensor,
+    method_of,
+    refuse_mlx,
+    refuse_unnamed,
+)
 from quickbeam.models.shapes import check_shapes, expected, refuse_shared_experts
 from quickbeam.models.stack import Stack
 from quickbeam.models.stack_tensors import Parameters, experts, linears, names
@@ -44,7 +50,9 @@ logger = logging.getLogger(__name__)
 
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 UNWANTED = ("original/*", "consolidated*", "onnx/*", "metal/*")  # other forms of the same
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NUMBERS = {"BF16", "F16", "F32"}
+CONVERTED = {"F64", "F8_E4M3", "F8_E5M2"}  # read as well, with a word
 WHOLE = "5."  # versions of transformers whose configurations say all that a family reads
 # what they say in `rope_parameters`
 EARLIER = {"rope_scaling", "partial_rotary_factor", "rotary_pct", "rope_theta"}
@@ -109,6 +117,7 @@ def read_config(folder: Path) -> ModelConfig:
     Raises `InvalidInput` where that fails.
     """
     fields = read_json(folder / "config.json")
+    refuse_mlx(fields)
     part = fields.get("text_config")
     for of in (fields, part if isinstance(part, dict) else {}):
         if not isinstance(kind := of.get("model_type"), str | None):
@@ -206,6 +215,8 @@ class Checkpoint(Parameters):
             dtype = getattr(torch, str(own), None)
             if self.quantised and dtype is torch.float16:  # what AWQ and GPTQ are saved in
                 dtype = torch.bfloat16
+            if dtype in FLOAT8:  # of numbers without scales
+                dtype = torch.bfloat16
             if dtype not in (torch.bfloat16, torch.float32):
                 raise NotDescribed(f"its numbers are {own}")
         self.dtype = dtype
@@ -238,17 +249,66 @@ class Checkpoint(Parameters):
         in_blocks_of = (name for name, one in self._like.items() if isinstance(one, BlockRows))
         in_blocks = {one for name in in_blocks_of for one in stored[name].names}
         read |= {named[name] for name in stack.unread if name in named}
-        odd = [name for name, one in named.items() if one not in read]
-        if self._method is not None:
-            odd = [name for name in odd if not self._needless(name, named)]
-        if odd := sorted(name for name in odd if not is_mtp(name, config)):
-            raise NotDescribed(f"its files hold {odd[0]}")
-        refuse_incomplete(wanted - stored.keys(), [])
+        unread = {name for name, one in named.items() if one not in read}
+        self._leave_out(unread, named, wanted, wanted - stored.keys())
         if self._in_blocks:
             refuse_shared_experts(stack, self._like.__getitem__)
-        if kinds := {self._files.kind(name) for name in read - in_blocks} - NUMBERS:
-            raise NotDescribed(f"its files hold numbers of type {', '.join(sorted(kinds))}")
+        self._check_numbers(read - in_blocks, bool(in_blocks))
         return stored
+
+    def _leave_out(
+        self,
+        unread: Iterable[str],
+        named: Mapping[str, str],
+        wanted: Collection[str],
+        lacking: Collection[str],
+    ) -> None:
+        """Say which tensors are left out, as they are none of the model's.
+
+        `lacking`: parameters of those `wanted` that are not found. Raises `InvalidInput` for them,
+        and for weights in few bits where no method is named. Raises `NotDescribed` where what is
+        lacking may be stored under other names, and for a bias that the architecture doesn't add.
+        """
+        others = (name for name in unread if not is_mtp(name, self.config))
+        odd = sorted(name for name in others if not self._needless(name, named))
+        for name in odd:
+            if self._method is None:
+                refuse_unnamed(name)
+            bias = name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in wanted
+            if bias or lacking:  # transformers may know more names
+                raise NotDescribed(f"its files hold {name}")
+        if odd:
+            logger.warning(
+                "%s: its files hold %s, which its architecture has no use for: left out",
+                self.path,
+                some_of(odd),
+            )
+        refuse_incomplete(lacking, [])
+
+    def _check_numbers(self, read: Iterable[str], in_blocks: bool) -> None:
+        """Raise `NotDescribed` for tensors of a type that is not read.
+
+        `in_blocks`: whether other tensors are in blocks; then float8 numbers should be as well,
+        with scales, and `InvalidInput` is raised.
+        """
+        kinds = {name: self._files.kind(name) for name in read}
+        if odd := {*kinds.values()} - NUMBERS - CONVERTED:
+            raise NotDescribed(f"its files hold numbers of type {', '.join(sorted(odd))}")
+        converted = {name: kind for name, kind in kinds.items() if kind in CONVERTED}
+        for name, kind in sorted(converted.items()):
+            if in_blocks and kind != "F64":
+                raise InvalidInput(
+                    f"{name} has float8 numbers and no scale, which others have: download it "
+                    "again, with all of its files"
+                )
+        if converted:
+            logger.warning(
+                "%s: numbers of type %s (%s) become %s",
+                self.path,
+                ", ".join(sorted({*converted.values()})),
+                some_of(converted),
+                str(self.dtype).removeprefix("torch."),
+            )
 
     @property
     def quantised(self) -> bool:
@@ -256,14 +316,14 @@ class Checkpoint(Parameters):
         return self._method is not None
 
     def _needless(self, name: str, named: Mapping[str, str]) -> bool:
-        """Whether a tensor beside quantised weights says nothing about the model.
+        """Whether a tensor says nothing about the model.
 
-        It is a scale of activations, or a bias of zeros, as GPTQ's libraries wrote for all weights.
+        It is a scale of activations beside quantised weights, or a bias of zeros, as GPTQ's
+        libraries wrote for all weights.
         """
-        if name.rpartition(".")[2] in UNREAD:
+        if self._method is not None and name.rpartition(".")[2] in UNREAD:
             return True
-        packed = f"{name.removesuffix('.bias')}.qweight" in named
-        return name.endswith(".bias") and packed and not self._files.whole(named[name]).any()
+        return name.endswith(".bias") and not self._files.whole(named[name]).float().any()
 
     def mapped(self, name: str) -> Any:
         """Return a tensor whose rows are read from its file as they are needed.
@@ -295,7 +355,9 @@ class Checkpoint(Parameters):
         last = end if last is None else last
         if isinstance(stored, PlainTensor):
             numbers = stored.rows(self._files, first, last)
-            return numbers if name in self._as_stored else numbers.to(self.dtype)
+            if name not in self._as_stored:
+                return numbers.to(self.dtype)
+            return numbers.float() if numbers.dtype is torch.float64 else numbers
         if isinstance(stored, QuantisedTensor):  # made as a whole
             return self._made(name, 0, end)[first:last]
         return self._made(name, first, last)

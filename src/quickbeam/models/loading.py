@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections import Counter
 from collections.abc import Mapping
@@ -26,14 +25,18 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file, find_adapter_config_file, is_peft_available
+from transformers.utils import find_adapter_config_file
 
 from quickbeam import hub
 from quickbeam.errors import InvalidInput, first_line, refuse_incomplete
+from quickbeam.models.adapters import Adapter, adapter_in
 from quickbeam.models.angles import hold
+from quickbeam.models.checkpoint import local_folder
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.formats import AUTO
+from quickbeam.models.prequantised import refuse_mlx
 from quickbeam.models.stored import COMPOSITES
+from quickbeam.models.tokenizer import refuse_unconverted
 
 # what transformers raises for a configuration that is of no model
 UNFIT = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
@@ -132,52 +135,37 @@ def _quantisation(config: PreTrainedConfig) -> str:
     return str(fields.get("quant_method") or "by a method that it doesn't name")
 
 
-def _adapted(name: str, revision: str | None) -> str | None:
-    """Return the model that a LoRA adapter in `name` is for; None where there is no adapter.
-
-    `name`: a folder or repository. The result is `name` itself where the folder holds the whole
-    model as well. Raises `InvalidInput` where peft is missing.
-    """
-    path = find_adapter_config_file(name, revision=revision)
-    if path is None:
+def _adapter(name: str, revision: str | None) -> Adapter | None:
+    """Return the LoRA adapter in a folder or repository; None where whole weights count."""
+    if find_adapter_config_file(name, revision=revision) is None:
         return None
-    base = str(json.loads(Path(path).read_text(encoding="utf-8"))["base_model_name_or_path"])
-    if not is_peft_available():
-        raise InvalidInput(
-            f"it holds an adapter (adapter_config.json, for {base}), which only peft can read: pip "
-            "install peft, "
-            "or merge the adapter into its model (peft's merge_and_unload) and give that folder"
-        )
-    return name if (Path(name) / "config.json").is_file() else base
+    return adapter_in(local_folder(name, revision))
 
 
-def _has_tokenizer(name: str, revision: str | None) -> bool:
-    silent = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
-    return cached_file(name, "tokenizer_config.json", revision=revision, **silent) is not None
-
-
-def _merge_adapters(model: PreTrainedModel) -> None:
-    """Merge the adapters' weights into the model's, which then has its own layers again."""
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    for name, module in list(model.named_modules()):
-        # the adapter holds a trained copy of the whole module
-        if hasattr(module, "unload_and_optionally_merge_module"):
-            model.set_submodule(
-                name,
-                module.unload_and_optionally_merge_module(
-                    merge=True, safe_merge=True, adapter_names=None
-                ),
-            )
-        elif hasattr(module, "get_base_layer") and hasattr(module, "merge"):
-            layer = module.get_base_layer()
-            # another layer shares this weight, and has no adapter
-            if uses[id(layer.weight)] > 1:
-                layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
-            module.merge(safe_merge=True)
-            model.set_submodule(name, layer)
+def _merge(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Merge an adapter into a model's weights. Raises `InvalidInput` where they don't fit."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    adapter.rename(parameters.keys())
+    embedding = model.get_input_embeddings().weight
+    rows = next((adapter.rows(name) for name, one in parameters.items() if one is embedding), None)
+    if rows is not None and rows != len(embedding):  # tokens were added
+        shapes = {name: one.shape for name, one in parameters.items()}
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        grown = [name for name, one in parameters.items() if one.shape != shapes[name]]
+        lacking = [name for name in grown if name not in adapter.names]
+        refuse_incomplete([], [(name, shapes[name], parameters[name].shape) for name in lacking])
+    owners = Counter(id(parameter) for parameter in parameters.values())
+    for name in adapter.names:
+        module, _, last = name.rpartition(".")
+        merged = adapter.merged(name, parameters[name].detach())
+        if merged.shape != parameters[name].shape:
+            refuse_incomplete([], [(name, merged.shape, parameters[name].shape)])
+        if owners[id(parameters[name])] > 1:  # another layer shares it, which the adapter leaves
+            setattr(model.get_submodule(module), last, nn.Parameter(merged, requires_grad=False))
+        else:
+            parameters[name].data = merged
+    model.config._commit_hash = None  # of no commit any more
 
 
 def load_model(
@@ -194,7 +182,7 @@ def load_model(
     `dtype`: None takes the one that the checkpoint's configuration names. `trust_remote_code`:
     whether Python code that comes with the model may run. `revision`: a branch, tag or commit of a
     Hugging Face id. `device_map`: as of transformers, in place of `device`; it must put all of the
-    model on one device. A LoRA adapter is merged into the weights, which needs peft.
+    model on one device. A LoRA adapter is merged into the weights (`adapters.py`).
 
     Raises `InvalidInput` for what is not there, is no causal LM, can't be read, or lacks weights.
     """
@@ -204,17 +192,30 @@ def load_model(
             f"revision {revision!r}: {model} is on this machine, and only a Hugging "
             "Face id has revisions; leave it out"
         )
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     quantised = ""
     try:
-        base = _adapted(name, revision)
-        config = _read_config(base or name, options)
+        adapter = _adapter(name, revision)
+        source = name if adapter is None else str(adapter.base)
+        if adapter is not None:
+            options["revision"] = None
+        config = _read_config(source, options)
+        refuse_mlx(config.to_dict())
         refuse_unfit(causal_class(config), config)
         quantised = _quantisation(config)
         if quantised and device_map is None:
             # most quantised models can't be moved afterwards
             device_map = {"": device}
-        loaded, tokenizer = _load(name, base, dtype, device_map, options)
+        if quantised and adapter is not None:
+            raise InvalidInput(
+                f"its adapter can't be merged into weights quantised by {quantised}: name its "
+                "unquantised base model in adapter_config.json"
+            )
+        loaded = _load(source, dtype, device_map, options)
+        if adapter is not None and (adapter.folder / "tokenizer_config.json").is_file():
+            source = str(adapter.folder)
+        refuse_unconverted(Path(source))
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
         if device_map is None:
             loaded = loaded.to(device)
         elif len(places := set(getattr(loaded, "hf_device_map", {}).values())) > 1:
@@ -222,8 +223,8 @@ def load_model(
                 f"device_map spreads it over {', '.join(sorted(map(str, places)))}: "
                 "quickbeam needs all of it on one device"
             )
-        if base:
-            _merge_adapters(loaded)
+        if adapter is not None:
+            _merge(loaded, adapter)
         hold_angles(loaded)
     except InvalidInput as error:
         raise InvalidInput(f"can't load {model!r}: {error}") from error
@@ -245,11 +246,10 @@ def _read_config(name: str, options: dict[str, Any]) -> Any:
 
 def _load(
     name: str,
-    base: str | None,
     dtype: torch.dtype | None,
     device_map: str | Mapping[str, Any] | None,
     options: dict[str, Any],
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> PreTrainedModel:
     # a local load is over in a moment: hide its progress bars
     with redirect_stderr(StringIO()) if Path(name).is_dir() else nullcontext():
         loaded, info = AutoModelForCausalLM.from_pretrained(
@@ -258,11 +258,11 @@ def _load(
             device_map=device_map,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `refuse_incomplete` names them
+            adapter_kwargs={"subfolder": "none"},  # or peft would merge what lies beside it
             **options,
         )
-        refuse_incomplete(info["missing_keys"], info["mismatched_keys"])
-        own = not base or _has_tokenizer(name, options["revision"])
-        return loaded, AutoTokenizer.from_pretrained(name if own else base, **options)
+        refuse_incomplete(info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
+        return loaded
 
 
 def _reason(error: Exception, quantised: str) -> str | None:

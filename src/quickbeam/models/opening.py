@@ -18,6 +18,7 @@ from quickbeam import hub
 from quickbeam.cache import Progress
 from quickbeam.errors import InvalidInput
 from quickbeam.models import disk
+from quickbeam.models.adapters import AdaptedCheckpoint, adapter_in
 from quickbeam.models.base import CHUNK, Model
 from quickbeam.models.checkpoint import Checkpoint, local_folder, read_json
 from quickbeam.models.families import describe
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+AnyCheckpoint = Checkpoint | AdaptedCheckpoint | GgufCheckpoint
 # parameters that a generation config may give defaults of
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -188,7 +190,7 @@ def _all_ends(name: str, model: LoadedModel) -> LoadedModel:
 
 
 def _native(
-    checkpoint: Checkpoint | GgufCheckpoint,
+    checkpoint: AnyCheckpoint,
     weights: str,
     memory: int | None,
     progress: Progress | None,
@@ -197,14 +199,18 @@ def _native(
     if memory is not None:
         memory = disk.limit(checkpoint, stack, name, memory)
     kind = name if memory is None else f"{name}-disk"
-    kept = WeightFile.of(str(checkpoint.path), None, kind, progress)
+    folder, base = checkpoint.path, None
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        folder, base = checkpoint.adapter.folder, checkpoint.path
+    kept = WeightFile.of(str(folder), None, kind, progress, base=base)
     model = NativeModel(checkpoint, stack, weights=weights, kept=kept, memory=memory)
     if isinstance(checkpoint, GgufCheckpoint):
         ends = checkpoint.ends | eos_ids(checkpoint.config)
         sampling = sampling_defaults(checkpoint.sampling)
         return LoadedModel(model, checkpoint.tokenizer, ends, sampling)
-    folder = checkpoint.path
-    generation = read_json(folder / "generation_config.json")
+    generation = read_json(checkpoint.path / "generation_config.json")
+    if not (folder / "tokenizer_config.json").is_file():  # an adapter without one
+        folder = checkpoint.path
     tokenizer = load_tokenizer(folder, checkpoint.config)
     ends = eos_ids(generation, checkpoint.config, tokenizer)
     return LoadedModel(model, tokenizer, ends, sampling_defaults(generation))
@@ -212,7 +218,7 @@ def _native(
 
 def open_checkpoint(
     name: str, dtype: torch.dtype | None, *, revision: str | None, trust_remote_code: bool
-) -> Checkpoint | GgufCheckpoint:
+) -> AnyCheckpoint:
     """Return a model's parameters where it is described, and the native kernels can run it.
 
     Raises `NotDescribed`, with a reason where there is one, for models that transformers has to
@@ -231,8 +237,9 @@ def open_checkpoint(
             except NotDescribed as error:
                 logger.info("%s is converted by transformers: %s", name, error)
         folder = hub.converted(path) if path.suffix == ".gguf" else local_folder(name, revision)
-        if (folder / "adapter_config.json").exists():
-            raise NotDescribed("it holds an adapter")
+        adapter = adapter_in(folder)
+        if adapter is not None:
+            return AdaptedCheckpoint(Checkpoint(adapter.base, dtype), adapter)
         if trust_remote_code and "auto_map" in read_json(folder / "config.json"):
             raise NotDescribed("it comes with code of its own")
         return Checkpoint(folder, dtype)
@@ -261,7 +268,10 @@ def _by_transformers(
     if memory is not None and pinned is None:
         loaded = loaded.to(device)
     commit = getattr(loaded.config, "_commit_hash", None)
-    kept = None if weights == BFLOAT16 else WeightFile.of(name, commit, weights, progress)
+    adapted = (Path(name).expanduser() / "adapter_config.json").exists()  # maybe by another folder
+    kept = None
+    if weights != BFLOAT16 and not adapted:
+        kept = WeightFile.of(name, commit, weights, progress)
     model = make_model(loaded, weights=weights, kept=kept, pinned=pinned)
     generation = getattr(loaded, "generation_config", None)
     sampling = sampling_defaults({} if generation is None else generation.to_diff_dict())

@@ -44,6 +44,13 @@ SHARED = 128  # inputs that share a scale, where they can
 BLOCK = 128, 128  # outputs and inputs of FP8 that share a scale, where no configuration says
 
 
+# how the names end of what stands beside weights in few bits
+BESIDE = (
+    *(f".{part}" for part in KINDS if part != "weight"),
+    *(".biases", ".absmax", ".quant_map"),
+)
+
+
 class QuantMethod(NamedTuple):
     """How a checkpoint's weights are quantised.
 
@@ -70,6 +77,26 @@ def method_of(model: Any) -> QuantMethod | None:
         raise InvalidInput(
             f"its quantization_config can't be read ({error}): download config.json again"
         ) from error
+
+
+def refuse_mlx(fields: Mapping[str, Any]) -> None:
+    """Raise `InvalidInput` for weights that MLX quantised; `fields`: of config.json."""
+    config = fields.get("quantization")
+    if isinstance(config, dict) and "bits" in config:
+        raise InvalidInput(
+            f"its weights are quantised by MLX ({config['bits']} bits, groups of "
+            f"{config.get('group_size')}); read are {READ}: take a checkpoint of one of these, a "
+            ".gguf file, or the unquantised weights"
+        )
+
+
+def refuse_unnamed(name: str) -> None:
+    """Raise `InvalidInput` for a tensor beside weights in few bits, where no method is named."""
+    if name.endswith(BESIDE):
+        raise InvalidInput(
+            f"its files hold {name}, as quantised weights have it, and its config.json has no "
+            "quantization_config: download config.json again, or take the unquantised weights"
+        )
 
 
 def _method(config: Mapping[str, Any]) -> QuantMethod:

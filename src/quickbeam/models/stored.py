@@ -7,7 +7,8 @@ stored one by one, or transposed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,6 +42,15 @@ PREFIXES = (
 )
 # what stands before the head's name
 HEADS = ("", "language_model.", "model.")
+# What trainers put into names of parameters, for modules that are compiled, sharded, recomputed or
+# adapted.
+WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\."
+)
+# what they put before a whole name, for copies on several devices and for adapted models
+WRAPPED = re.compile(r"^(?:module\.)?(?:base_model\.model\.)?")
+# how the names of LoRA's matrices go on that are not merged into a weight
+UNMERGED = (".lora_A", ".lora_B", ".lora_embedding_", ".lora_magnitude_vector")
 # what no pass reads: buffers of older checkpoints
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias")
 # other names of published checkpoints, by `model_type`
@@ -86,12 +96,25 @@ def own_names(
     """Return the stored name of each parameter, by the causal language model's name.
 
     `kind`: the language model's `model_type`. `embedding`, `head`: the names of two parameters.
-    `parts`: the files may hold more than a language model, which is left out.
+    `parts`: the files may hold more than a language model, which is left out. Raises `InvalidInput`
+    for two stored tensors of one parameter, and for matrices of LoRA.
     """
-    renamed = {_renamed(kind, name): name for name in stored}
+    renamed = dict[str, str]()
+    for name in stored:
+        own = _renamed(kind, name)
+        if own in renamed:
+            raise InvalidInput(
+                f"its files hold {renamed[own]} and {name}, which are one parameter's: remove one"
+            )
+        if any(one in own for one in UNMERGED):
+            raise InvalidInput(
+                f"its files hold {name}, which is not merged into the weights: save the model "
+                "again after peft's merge_and_unload"
+            )
+        renamed[own] = name
     base, _, tail = embedding.partition(".")
     base, head = f"{base}.", head.rpartition(".")[0] + "."
-    known = (*PREFIXES, base, "") if parts else (base, "")
+    known = (*PREFIXES, base, "") if parts else (base, *PREFIXES, "")
     first = next((one for one in known if f"{one}{tail}" in renamed), base)
     heads = tuple(f"{one}{head}" for one in HEADS)
     named = dict[str, str]()
@@ -105,7 +128,15 @@ def own_names(
     return {name: one for name, one in named.items() if not name.endswith(BUFFERS)}
 
 
+def causal_names(name: str) -> Iterator[str]:
+    """Yield what a causal language model may call a parameter of a larger model."""
+    yield name
+    yield from (name.removeprefix(one) for one in HEADS if one and name.startswith(one))
+    yield from (f"model.{name.removeprefix(one)}" for one in PREFIXES if name.startswith(one))
+
+
 def _renamed(kind: str, name: str) -> str:
+    name = WRAPPED.sub("", WRAPPERS.sub("", name))
     for old, new in RENAMED.get(kind, ()):
         name = name.replace(old, new)
     return name

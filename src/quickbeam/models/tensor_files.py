@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import weakref
 from itertools import pairwise
@@ -21,14 +22,19 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
+    "F64": torch.float64,
     "U8": torch.uint8,
     "I8": torch.int8,
     "I32": torch.int32,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 
+# a file of several that hold a model's weights together
+SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+OTHERS = ("adapter", "consolidated")  # how files begin that hold something else
 # what is raised for files that hold something else than they should
 BROKEN = (ValueError, LookupError, TypeError, AttributeError)
 _one_at_a_time = threading.Lock()
@@ -77,7 +83,10 @@ class TensorFiles:
     def __init__(self, folder: Path) -> None:
         """Open the files. Raises `NotDescribed` without any, `InvalidInput` for broken ones."""
         self._tensors = dict[str, _Tensor]()
-        for path in _files(folder):
+        files = weight_files(folder)
+        if not files:
+            raise NotDescribed(f"{folder} has no {SINGLE}, no {INDEX} and no numbered shards")
+        for path in files:
             try:
                 self._open(path)
             except (OSError, *BROKEN, RecursionError) as error:
@@ -162,9 +171,14 @@ class TensorFiles:
         return data[of.first :].view(dtype).view(of.shape)
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that hold a model's weights; none where there are no such files.
+
+    They are those of the index, or `SINGLE`, or without both all shards of a numbered set. Raises
+    `InvalidInput` for an index that can't be read, and for a set that is not whole.
+    """
     if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
-        raise NotDescribed(f"{folder} has no {SINGLE} and no {INDEX}")
+        return _shards(folder)
     try:
         index = index_of(folder)
         names = [SINGLE] if index is None else sorted(set(index.values()))
@@ -173,3 +187,28 @@ def _files(folder: Path) -> list[Path]:
         raise InvalidInput(
             f"the weights in {folder} can't be read ({error}): download them again"
         ) from error
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Return the shards of a folder without an index."""
+    sets = dict[tuple[str, int], dict[int, Path]]()
+    for path in sorted(folder.glob("*.safetensors")):
+        matched = SHARD.fullmatch(path.name)
+        if matched and not path.name.startswith(OTHERS):
+            stem, number, count = matched[1], int(matched[2]), int(matched[3])
+            sets.setdefault((stem, count), {})[number] = path
+    if not sets:
+        return []
+    if len(sets) > 1:
+        kinds = ", ".join(f"{stem} of {count}" for stem, count in sets)
+        raise InvalidInput(
+            f"{folder} holds shards of several sets ({kinds}), and no {INDEX} says which: keep one"
+        )
+    (stem, count), shards = next(iter(sets.items()))
+    lacking = [number for number in range(1, count + 1) if number not in shards]
+    if lacking:
+        raise InvalidInput(
+            f"{folder} lacks part {lacking[0]} of {count} of {stem}: download it again, with all "
+            "of its files"
+        )
+    return list(shards.values())

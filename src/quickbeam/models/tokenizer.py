@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,40 @@ ODD = (
 )
 
 
+def refuse_unconverted(folder: Path) -> None:
+    """Raise `InvalidInput` for a tokenizer that can't be converted for want of a library.
+
+    transformers converts a `tokenizer.model` where there is nothing else. It needs the library that
+    wrote the file: sentencepiece, or tiktoken, whose files are lines of text.
+    """
+    model = folder / "tokenizer.model"
+    others = (folder / "tokenizer.json", folder / "vocab.json")
+    if not model.is_file() or any(path.is_file() for path in others):
+        return
+    with open(model, "rb") as file:
+        pieces = file.read(1) == b"\n"
+    needed = ("sentencepiece", "protobuf") if pieces else ("tiktoken",)
+    if not all(map(_installed, needed)):
+        raise InvalidInput(
+            f"can't load {str(folder)!r}: it has a tokenizer.model and no tokenizer.json, and what "
+            f"converts it is missing here: pip install {' '.join(needed)}"
+        )
+
+
+def _installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def load_tokenizer(folder: Path, config: Any) -> Any:
     """Return a folder's tokenizer: a `Tokenizer`, or that of transformers where it has other rules.
 
     `config`: the model's. Raises `InvalidInput` where it is missing or can't be read.
     """
+    refuse_unconverted(folder)
     try:
         return _load(folder, config)
     except InvalidInput:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from quickbeam.cache import Progress, alone, cache_folder, sweep
+from quickbeam.cache import Progress, alone, cache_folder, file_key, sweep
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.memory import map_file, room_for_weights
 from quickbeam.models.native import build
@@ -43,24 +43,29 @@ class WeightFile:
 
     @classmethod
     def of(
-        cls, folder: str, commit: str | None, kind: str, progress: Progress | None
+        cls,
+        folder: str,
+        commit: str | None,
+        kind: str,
+        progress: Progress | None,
+        base: Path | None = None,
     ) -> WeightFile:
         """Return the file of a checkpoint.
 
-        `folder`: a folder or file, which is identified by the sizes and times of its files, or a
-        Hugging Face id at a `commit`. Another state of the checkpoint, or another version of the
+        `folder`: a folder or file, whose files are told from others by `file_key`, or a Hugging
+        Face id at a `commit`. Another state of the checkpoint, or another version of the
         layout, has another file, which replaces this one. Nothing is kept of an id without a
-        commit. Nothing is kept of an adapter either, as the model that it belongs to may change
-        elsewhere.
+        commit. `base`: for an adapter in `folder`, the folder of the model that it changes.
         """
         place = Path(folder)
-        if (not place.exists() and commit is None) or (place / "adapter_config.json").exists():
+        if not place.exists() and commit is None:
             return cls(None, progress)
         where = str(place.resolve()) if place.exists() else folder
         name = "".join(
             letter if letter.isalnum() or letter in "-._" else "-" for letter in place.name
         )
-        state = _digest([str(commit), *_state(place), *_layout()])
+        of_base = [] if base is None else _state(base)
+        state = _digest([str(commit), *_state(place), *of_base, *_layout()])
         file = f"{name}-{kind}-{_digest([where])}-{state}.safetensors"
         return cls(cache_folder() / "weights" / file, progress)
 
@@ -171,9 +176,7 @@ def _state(folder: Path) -> Iterator[str]:
     paths = [folder] if folder.is_file() else []
     if folder.is_dir():
         paths = sorted({path for pattern in CHECKPOINT for path in folder.glob(pattern)})
-    for path in paths:
-        info = path.stat()
-        yield f"{path.resolve()} {info.st_size} {info.st_mtime_ns}"
+    yield from map(file_key, paths)
 
 
 def _layout() -> Iterator[str]:

@@ -22,12 +22,13 @@ from typing_extensions import Self
 
 from quickbeam import __version__, hub
 from quickbeam.aio import AsyncLLM, AsyncStream, Closed
-from quickbeam.cache import cache_folder
+from quickbeam.cache import cache_folder, file_key, split_files
 from quickbeam.engine.result import Completion
 from quickbeam.engine.stream import Delta, Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
+from quickbeam.models.adapters import base_of
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import LATER, SOON, Gate, Ticket, Unavailable
 from quickbeam.serve.errors import Interrupted, problem
@@ -355,16 +356,17 @@ def digest_of(model: str) -> str:
             path = Path(snapshot_download(model, local_files_only=True))
         except Exception:  # only the model's loader knows where it is
             return model
-    files = [path] if path.is_file() else sorted(path.iterdir())
+    files = split_files(path) if path.is_file() else sorted(path.iterdir())
+    base = base_of(path)
+    if base not in (None, path):
+        files += sorted(base.iterdir())
     named = (f"{one.name}\0{_digest(one)}" for one in files if one.suffix in DECIDES)
     return hashlib.sha256("\0".join(named).encode()).hexdigest()
 
 
 def _digest(file: Path) -> str:
-    """Return the hash of a file, which is kept in the cache folder by path, size and time."""
-    state = file.stat()
-    key = f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}"
-    kept = cache_folder() / "digests" / hashlib.sha256(key.encode()).hexdigest()
+    """Return the hash of a file, which is kept in the cache folder by its `file_key`."""
+    kept = cache_folder() / "digests" / file_key(file)
     if kept.exists() and (known := kept.read_text()):
         return known
     digest = hashlib.sha256()

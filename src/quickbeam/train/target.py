@@ -53,6 +53,7 @@ class FrozenTarget:
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
         self._model = model.requires_grad_(False).eval()
+        self._numbers = tuple(layers)
         self._features = Features(model, layers)
         self.device: torch.device = model.device
         self.head: torch.Tensor = model.get_output_embeddings().weight.detach()
@@ -71,6 +72,14 @@ class FrozenTarget:
             self._model.base_model(input_ids=batch.tokens, use_cache=False)
         return batch._replace(hidden=self._features.take())
 
+    def digest(self) -> str:
+        """Return a hash of what hidden states depend on: configuration, layers and all weights."""
+        about = f"{self._model.config.to_json_string()} {self._numbers}"
+        digest = hashlib.blake2b(about.encode(), digest_size=16)
+        for parameter in self._model.parameters():
+            digest.update(parameter.detach().flatten().view(torch.uint8).cpu().numpy().data)
+        return digest.hexdigest()
+
     def to_cpu(self) -> None:
         """Give the model up but for the embedding and the head, which move to the CPU."""
         del self._model, self.layers
@@ -80,7 +89,7 @@ class FrozenTarget:
 
 
 class StateFiles:
-    """Hidden states in a folder, a file for each text, by its name."""
+    """Hidden states of one target in a folder, a file for each text, by its name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -136,7 +145,7 @@ class StateCache:
     def of(target: FrozenTarget, folder: Path) -> StateCache:
         """Return one in `folder`, or of a GPU's target in half of its free memory at most."""
         if target.device.type == "cpu":
-            files = StateFiles(folder)
+            files = StateFiles(folder / target.digest())
             return StateCache(target, files, files.free())
         on_cuda = target.device.type == "cuda"
         free = torch.cuda.mem_get_info(target.device)[0] if on_cuda else 0

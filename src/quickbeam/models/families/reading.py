@@ -47,8 +47,8 @@ _HARMLESS = """
     num_nextn_predict_layers original_max_position_embeddings output_attentions
     output_hidden_states output_router_logits pretraining_tp problem_type quantization_config
     resid_pdrop residual_dropout return_dict router_aux_loss_coef shared_expert_intermediate_size
-    tie_word_embeddings torch_dtype transformers.js_config transformers_version unsloth_fixed
-    unsloth_version use_cache vocab_size
+    tie_word_embeddings tokenizer_class torch_dtype transformers.js_config transformers_version
+    unsloth_fixed unsloth_version use_cache vocab_size
 """
 HARMLESS = set(_HARMLESS.split())
 EXPERTS_HERE = ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_vl_moe_text")
