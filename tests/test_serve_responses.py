@@ -8,7 +8,7 @@ from quickbeam import QuickbeamError, SamplingParams
 from quickbeam.engine.result import Logprob
 from quickbeam.serve import responses
 from quickbeam.serve.tools import ParsedCall
-from serving import Texts, ask, events, good
+from serving import Texts, ask, events, good, refused
 
 PATH = "/v1/responses"
 INPUT = "the cat sat on the mat and the cat"
@@ -67,6 +67,32 @@ def test_items_are_messages(llm, scripted):
     messages = [{"role": role, "content": content} for role, content in right]
     assert scripted.jobs[0].prompt == llm.encode_chat(messages)
     assert scripted.jobs[0].params.max_tokens == 512 - len(scripted.jobs[0].prompt)
+
+
+def test_empty_and_broken_items_are_read(llm, scripted, monkeypatch):
+    template = (
+        "{% for m in messages %}[{{ m.role }}|{{ m.content }}{% if 'tool_calls' in m %}|{{ "
+        "m.tool_calls[0].function.arguments | tojson }}{% endif %}]{% endfor %}"
+    )
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    call = {"type": "function_call", "call_id": "c1", "name": "f"}
+    output = {"type": "function_call_output", "call_id": "c1"}
+    text = {"type": "input_text", "text": "4", "prompt_cache_breakpoint": {}}
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    items = [
+        {"type": "message", "role": "assistant", "content": []},
+        {**call, "arguments": "{x"},
+        {**output, "output": []},
+        {**call, "arguments": ""},
+        {**output, "output": None},
+        {**output, "output": [text]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    ]
+    good(ask(scripted, PATH, {"input": items, "max_output_tokens": 16.0}))
+    shown = '[assistant||{"arguments": "{x"}][tool|][assistant||{}][tool|][tool|4][assistant|no]'
+    assert llm.tokenizer.decode(scripted.jobs[0].prompt) == shown
+    response = ask(scripted, PATH, {"input": [*items, {**output, "output": [image]}]})
+    assert "input_image" in refused(response, "input[7]")
 
 
 @pytest.mark.parametrize("stream", [False, True])

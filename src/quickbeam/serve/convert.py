@@ -202,26 +202,36 @@ def _effort(template: str, effort: str | None) -> dict[str, Any]:
     )
 
 
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """Return the arguments of an earlier call as an object, which chat templates need.
+
+    Models make mistakes, and a history is what it is: what is no object becomes the only member
+    of one, `arguments`. Nothing, and null, are an object without members.
+    """
+    try:
+        value = json.loads(arguments.strip() or "null")
+    except (ValueError, RecursionError):
+        value = arguments
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else {"arguments": value}
+
+
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages as chat templates take them: contents as text, arguments as objects.
 
     `developer` becomes `system`, and a tool's answer gets the tool's name.
     """
     shown, names = list[dict[str, Any]](), dict[str, str]()
-    for number, message in enumerate(messages):
+    for message in messages:
         one = {**message.model_dump(exclude_none=True), "content": text_of(message.content)}
         if message.role == "developer":
             one["role"] = "system"
-        for i, call in enumerate(one.get("tool_calls", ())):
+        for call in one.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
-            try:
-                arguments = json.loads(call["function"]["arguments"] or "{}")
-            except (ValueError, RecursionError):
-                arguments = None
-            if not isinstance(arguments, dict):
-                where = f"messages[{number}].tool_calls[{i}].function.arguments"
-                raise Refused(f"{where}: not a JSON object", where)
-            call["function"]["arguments"] = arguments
+            call["function"]["arguments"] = arguments_object(call["function"]["arguments"])
+        if not one.get("tool_calls"):  # some templates take the field for a call
+            one.pop("tool_calls", None)
         if isinstance(message, ToolMessage) and message.tool_call_id in names:
             one.setdefault("name", names[message.tool_call_id])
         shown.append(one)

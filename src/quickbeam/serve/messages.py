@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
+from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, model_validator
 from typing_extensions import Self
 
 from quickbeam.serve.schemas import (
@@ -70,12 +71,22 @@ def check_tools(
         )
 
 
-class TextPart(Body):
+class TextPart(LenientBody):
     type: Literal["text"]
     text: str
 
 
-Content = str | Some[Annotated[TextPart, text_part("text")]]
+def _refusal_as_text(part: Any) -> Any:
+    match part:
+        case {"type": "refusal", "refusal": text}:
+            return {"type": "text", "text": text}
+    return part
+
+
+Part = Annotated[TextPart, text_part("text"), BeforeValidator(_refusal_as_text)]
+Content = str | Some[Part]
+# of what was said before, whatever it was: an empty list is an empty text
+PastContent = str | Many[Part]
 
 
 def text_of(content: str | list[Any] | None) -> str:
@@ -83,14 +94,20 @@ def text_of(content: str | list[Any] | None) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content or [])
 
 
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+
+
 class CalledFunction(LenientBody):
+    """What a model called. Its arguments need not be JSON, as models make mistakes."""
+
     name: str
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(_as_text)] = ""
 
 
 class ToolCall(LenientBody):
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
 
 
@@ -104,27 +121,36 @@ class AssistantMessage(LenientBody):
     """A message of the assistant. `reasoning` is what vLLM calls `reasoning_content`."""
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: PastContent | None = None
     name: str | None = None
     tool_calls: Few[ToolCall] | None = None
     reasoning_content: str | None = Field(
         default=None, validation_alias=AliasChoices("reasoning_content", "reasoning")
     )
     # they would say something to a model
-    refusal: None = None
     audio: None = None
     function_call: None = None
 
-    @model_validator(mode="after")
-    def _says_something(self) -> Self:
-        if self.content is None and not self.tool_calls and self.reasoning_content is None:
+    @model_validator(mode="before")
+    @classmethod
+    def _with_content(cls, body: Any) -> Any:
+        """Take a refusal as content; check that there is a field which may hold what was said."""
+        if not isinstance(body, dict):
+            return body
+        if not body.keys() & SAYING:
             raise refuse("give content or tool_calls")
-        return self
+        if body.get("content") is None and isinstance(body.get("refusal"), str):
+            return {**body, "content": body["refusal"]}
+        return body
 
 
-class ToolMessage(Body):
+# fields of an assistant's message one of which is given, even if it is empty
+SAYING = {"content", "tool_calls", "reasoning_content", "reasoning", "refusal", "function_call"}
+
+
+class ToolMessage(LenientBody):
     role: Literal["tool"]
-    content: Content
+    content: PastContent | None = None
     tool_call_id: str
     name: str | None = None
 

@@ -37,6 +37,14 @@ Ids = Annotated[list[int], Field(max_length=2**20, fail_fast=True)]
 LETTERS = 8192  # the most characters of all stop strings, and of all bad words
 
 
+CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")  # here prefixes are cached unasked
+
+
+def _integer(value: Any) -> Any:
+    exact = isinstance(value, float) and value.is_integer() and abs(value) <= 2**53
+    return int(value) if exact else value
+
+
 def refuse(what: str, param: str | None = None) -> PydanticCustomError:
     """Return the error for a value that can't be served. `param`: its field, if not this one."""
     return PydanticCustomError("unsupported", "{what}", {"what": what, "param": param})
@@ -57,7 +65,10 @@ def text_part(*kinds: str) -> BeforeValidator:
 
 
 class Body(BaseModel):
-    """An object in a request. Unknown fields are refused, and types are not converted."""
+    """An object in a request. Unknown fields are refused, and types are not converted.
+
+    But a number without a fraction is an integer, as JSON does not tell 16.0 from 16.
+    """
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -65,10 +76,12 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, body: Any) -> Any:
+    def _as_meant(cls, body: Any) -> Any:
+        """Leave out nulls and marks for other servers' caches, and take 16.0 as 16."""
         if not isinstance(body, dict):
             return body
-        return {name: value for name, value in body.items() if value is not None}
+        given = {name: value for name, value in body.items() if name not in CACHE_MARKS}
+        return {name: _integer(value) for name, value in given.items() if value is not None}
 
 
 class LenientBody(Body):
