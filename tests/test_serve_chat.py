@@ -243,9 +243,16 @@ PAST = [  # a message as clients send it back, and what the template shows
 @pytest.mark.parametrize(("message", "shown"), PAST)
 def test_a_history_is_what_it_is(llm, scripted, monkeypatch, message, shown):
     monkeypatch.setattr(llm.tokenizer, "chat_template", CAREFUL)
-    good(ask(scripted, PATH, {"messages": [message], "max_tokens": 16.0}))
+    good(ask(scripted, PATH, {"messages": [message]}))
     assert llm.tokenizer.decode(scripted.jobs[0].prompt) == shown
-    assert scripted.jobs[0].params.max_tokens == 16
+
+
+def test_a_number_without_a_fraction_is_an_integer(scripted):
+    good(ask(scripted, PATH, body(max_tokens=16.0, seed=7.0, n=1.0, top_k=3.0)))
+    params = scripted.jobs[0].params
+    assert (params.max_tokens, params.seed, params.top_k) == (16, 7, 3)
+    assert isinstance(params.max_tokens, int)
+    refused(ask(scripted, PATH, body(max_tokens=16.5)), "max_tokens")
 
 
 def test_images_in_a_history_are_refused_in_clear_words(scripted):
