@@ -7,6 +7,7 @@ import pytest
 from quickbeam import QuickbeamError, SamplingParams
 from quickbeam.engine.result import Logprob
 from quickbeam.serve import responses
+from quickbeam.serve.messages import Tool, offered_tool
 from quickbeam.serve.tools import ParsedCall
 from serving import Texts, ask, events, good, refused
 
@@ -119,7 +120,9 @@ def test_logprobs_of_a_call_are_in_no_text(once):
     parts = [(["Let"], [0]), (["é"], [1]), ([], [2]), ([call], [3]), (["bye"], [4]), ([], [5])]
     if once:  # the first four as one, and the others
         parts = [(["Let", "é", call], [0, 1, 2, 3]), (["bye"], [4, 5])]
-    items = responses.Items(Texts(b"Let", "é".encode(), b"<call>", b"f()", b"bye", b"<end>"))
+    texts = Texts(b"Let", "é".encode(), b"<call>", b"f()", b"bye", b"<end>")
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f"}})
+    items = responses.Items(texts, {"f": offered_tool(tool)})
     emitted = list[dict[str, Any]]()
     for pieces, tokens in parts:
         emitted += items.add(pieces, [Logprob(token, -1.0, {}) for token in tokens])

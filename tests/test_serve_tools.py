@@ -249,7 +249,6 @@ REFUSED = [  # fields, and the one that the error names
     ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
     ({"tools": [TOOL, TOOL]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
 ]
 

@@ -95,9 +95,11 @@ def named(request: BaseRequest | TokenizeText | TokenizeChat) -> Iterator[None]:
         message, param = str(error), request.prompt_field
         if isinstance(request, BaseRequest):
             message = message.replace("max_tokens", request.length_limit[0])
-        within = {"budget": "speculation.budget", "reasoning_effort": "reasoning.effort"}
         word = re.match("[a-zA-Z_]*", message)[0]  # type: ignore[index]
-        param = word if word in type(request).model_fields else within.get(word, param)
+        if word in type(request).model_fields:
+            param = word
+        elif word == "budget":
+            param = "speculation.budget"
         if isinstance(request, BaseRequest) and word in ("json_schema", "regex", "lark", "grammar"):
             param = request.grammars[0].param if request.grammars else "tools"
         raise Refused(message, param) from error
@@ -179,7 +181,7 @@ def encode_conversation(
             "the template",
             "chat_template_kwargs",
         )
-    left = {"function": {"strict", "allowed_callers", "defer_loading"}}
+    left = {"function": {"strict", "allowed_callers", "defer_loading", "output_schema"}}
     return llm.encode_chat(
         template_messages(conversation.messages),
         tools=[tool.model_dump(exclude_none=True, exclude=left) for tool in tools or []] or None,
@@ -188,18 +190,18 @@ def encode_conversation(
     )
 
 
+def knows_effort(template: str, effort: str | None) -> bool:
+    """Return whether a chat template can do what an effort to reason asks for."""
+    return effort in (None, "none") or "reasoning_effort" in template
+
+
 def _effort(template: str, effort: str | None) -> dict[str, Any]:
     """Return the variables by which a chat template is told how much to reason."""
-    if effort is None:
-        return {}
-    if "reasoning_effort" in template:
+    if effort is not None and "reasoning_effort" in template:
         return {"reasoning_effort": effort}
-    if effort == "none":
-        return {"enable_thinking": False} if "enable_thinking" in template else {}
-    raise InvalidInput(
-        f"reasoning_effort={effort!r}: this model's chat template knows no efforts; leave it out, "
-        "or give none"
-    )
+    if effort == "none" and "enable_thinking" in template:
+        return {"enable_thinking": False}
+    return {}
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:

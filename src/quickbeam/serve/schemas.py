@@ -170,7 +170,7 @@ class GrammarField(NamedTuple):
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
 
 
 class BaseRequest(Root):
@@ -212,9 +212,12 @@ class BaseRequest(Root):
     metadata: Pairs | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Object | None = None
+    client_metadata: Object | None = None
+    service_tier: str | None = None
     store: bool | None = None
+    moderation: Object | None = None
 
     _ignored: list[str] = PrivateAttr(default_factory=list)
 
@@ -229,6 +232,11 @@ class BaseRequest(Root):
         if note not in self._ignored:
             self._ignored.append(note)
 
+    def ignore_unless(self, field: str, value: object, *served: object) -> None:
+        """Note a field with a value, unless it is one of those `served`."""
+        if value not in (None, *served):
+            self.ignore(field)
+
     @property
     def ignored(self) -> tuple[str, ...]:
         """The notes that `ignore` was given."""
@@ -239,6 +247,8 @@ class BaseRequest(Root):
         if len(given := self.grammars) > 1:
             what = f"given with {given[0].param}, but an answer keeps to one grammar: give one of"
             raise refuse(f"{what} them", given[1].param)
+        self.ignore_unless("service_tier", self.service_tier, "auto", "default")
+        self.ignore_unless("moderation", self.moderation)
         return self
 
     @property
@@ -320,6 +330,8 @@ class GenerationRequest(BaseRequest):
         for name in ("stream_options", "trace"):
             if getattr(self, name) and not self.stream:
                 raise refuse("it is for streams: set stream, too", name)
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            self.ignore("stream_options.include_obfuscation")
         return self
 
     @property
