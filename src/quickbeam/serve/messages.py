@@ -76,11 +76,15 @@ def nested(value: Any) -> Any:
 def flat(value: dict[str, Any]) -> dict[str, Any]:
     """Return a tool, or the choice of one, in the form of the Responses API."""
     kind = value["type"]
+    if kind == "namespace":
+        return {**value, "tools": [flat(tool) for tool in value["tools"]]}
     return {"type": kind, **value[kind]} if kind in value else value
 
 
 def _kind_of_tool(value: Any) -> str:
-    kind = value.get("type", "function") if isinstance(value, dict) else "function"
+    """Return the tag of a tool, given as JSON or, when it is dumped, as an object."""
+    given = isinstance(value, dict)
+    kind = value.get("type", "function") if given else getattr(value, "type", "function")
     return f"{kind} tool" if kind in ("function", "custom", "namespace") else "hosted tool"
 
 
@@ -211,8 +215,16 @@ class Allowed(Body):
     @property
     def names(self) -> set[str]:
         """The names of the tools, and of namespaces."""
-        every = [flat(tool) if "type" in tool else tool for tool in self.tools]
-        return {str(tool.get("name")) for tool in every}
+        names = set[str]()
+        for tool in self.tools:
+            match tool:
+                case (
+                    {"function": {"name": str(name)}}
+                    | {"custom": {"name": str(name)}}
+                    | {"name": str(name)}
+                ):
+                    names.add(name)
+        return names
 
 
 class AllowedTools(Body):
