@@ -61,6 +61,7 @@ def model():
         ({"tokenizer.ggml.eos_token_id": 0}, ()),
         ({"tokenizer.ggml.eos_token_id": None}, ()),
         ({"tokenizer.ggml.eos_token_id": [2, 265]}, ("<|mine|>",)),
+        ({"tokenizer.ggml.eos_token_ids": [265, 2]}, ("<|mine|>",)),
         ({"tokenizer.ggml.eot_token_id": 265}, ("<|mine|>",)),
         ({"tokenizer.ggml.eom_token_id": 265, "tokenizer.ggml.fim_sep_token_id": 266}, CONTROL[4:]),
     ],

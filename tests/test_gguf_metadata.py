@@ -187,6 +187,7 @@ def test_what_is_not_known_is_refused_by_its_key(key, value, cache, tmp_path):
 
 def test_neutral_values_are_no_reason_to_refuse(tmp_path):
     keys = {"new_key": [0.0, 0.0], "pooling_type": 3, "expert_weights_norm": True}
+    keys |= {"vision.block_count": 27, "use_parallel_residual": True}
     keys |= {"rope.scaling.yarn_beta_fast": 8.0, "residual_scale": 1.0, "attention.clamp_kqv": 0.0}
     model = model_of("qwen2")
     assert distance(write(tmp_path / "x.gguf", "qwen2", model, keys=keys), model) < 2e-4

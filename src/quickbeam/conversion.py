@@ -86,7 +86,8 @@ def convert(gguf: Path, folder: Path, end_tokens: Sequence[str] = ()) -> None:
     path.chmod((folder / "config.json").stat().st_mode)
     tokenizer.save_pretrained(folder, save_jinja_files=False)  # of several templates in a folder
     ends = [tokenizer.convert_tokens_to_ids(token) for token in end_tokens]
-    ends = ends or sorted(file_eos_ids(file.metadata, tokenizer))
+    known = file_eos_ids(file.metadata, tokenizer)
+    ends = ends or sorted(known, key=lambda token: (token != config.eos_token_id, token))
     GenerationConfig(
         bos_token_id=config.bos_token_id,
         eos_token_id=ends or None,

@@ -17,7 +17,7 @@ from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf.architecture import INTERLEAVED, INTERLEAVED_EXPERTS, architecture_of
 from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.gguf.names import ANGLES, StoredName, is_behind, stored_names
+from quickbeam.models.gguf.names import ANGLES, BESIDE_TEXT, StoredName, is_behind, stored_names
 from quickbeam.models.gguf.tokenizer import file_eos_ids, load_tokenizer
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows, with_data
@@ -201,7 +201,9 @@ class GgufCheckpoint(GgufParameters):
         read = {one for parts in stored.values() for one in parts}
         read.update(one for name in self.stack.unread if (one := stored_name(name)) is not None)
         odd, layers = self.file.tensors.keys() - read - set(ANGLES), self.config.num_hidden_layers
-        if odd := {one for one in odd if not is_behind(one, layers)}:
+        if odd := {
+            one for one in odd if not (is_behind(one, layers) or one.startswith(BESIDE_TEXT))
+        }:
             raise InvalidInput(
                 f"the file holds {min(odd)}, which is not known here and may change answers: take "
                 "the model's folder instead"

@@ -27,8 +27,9 @@ HARMLESS = {
     *("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     *("feed_forward_length", "rope.dimension_count", "rope.dimension_sections"),
     *("rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout"),
-    "vocab_size",
+    *("use_parallel_residual", "vocab_size"),
 }
+BESIDE_TEXT = ("vision.", "mm.", "audio.")  # how keys of what reads images and sound begin
 # values with which a key changes nothing; of keys that are not named here, 0, False and ""
 NEUTRAL: dict[str, Any] = {
     "attention.causal": True,
@@ -131,6 +132,7 @@ class Metadata:
             for name, value in self.file.metadata.items()
             if name.startswith(start)
             and (key := name.removeprefix(start)) not in self._read | HARMLESS
+            and not key.startswith(BESIDE_TEXT)
             and not self._is_neutral(key, value)
         ]
         if unknown:

@@ -22,6 +22,7 @@ CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that are found in a text before 
 SPACE = "\u2581"
 NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
 ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")  # tokens that end an answer
+NEEDED = ("bos", "eos", "unknown")  # what texts are read by, and answers ended
 UNSET = (-1, 2**32 - 1)  # ids of no token
 # keys of `tokenizer.ggml` beside ids, and those that change nothing for these kinds of tokenizers
 READ = {
@@ -123,18 +124,18 @@ def token_ids(metadata: dict[str, Any], name: str, count: int) -> list[int]:
     `count`: how many tokens there are. An id of no token is left out, and the log says so. Raises
     `InvalidInput` for another value than a token.
     """
-    key = f"tokenizer.ggml.{name}_token_id"
-    value = metadata.get(key)
-    values = value.tolist() if isinstance(value, np.ndarray) else [value]
     ids = []
-    for one in [] if value is None else values:
-        if type(one) is int and 0 <= one < count:
-            ids.append(one)
-        elif one in UNSET or (type(one) is int and name not in ("bos", "eos", "unknown")):
-            logger.warning("%s is %d, which is no token, and is left out", key, one)
-        else:
-            raise InvalidInput(f"{key} is {one!r} of {count} tokens")
-    return ids
+    for key in (f"tokenizer.ggml.{name}_token_id", f"tokenizer.ggml.{name}_token_ids"):
+        value = metadata.get(key)
+        values = value.tolist() if isinstance(value, np.ndarray) else [value]
+        for one in [] if value is None else values:
+            if type(one) is int and 0 <= one < count:
+                ids.append(one)
+            elif one in UNSET or (type(one) is int and name not in NEEDED):
+                logger.warning("%s is %d, which is no token, and is left out", key, one)
+            else:
+                raise InvalidInput(f"{key} is {one!r} of {count} tokens")
+    return list(dict.fromkeys(ids))
 
 
 def file_eos_ids(metadata: dict[str, Any], tokenizer: Any) -> set[int]:
@@ -154,7 +155,7 @@ def _refuse_unknown(of: dict[str, Any]) -> None:
     unknown = {
         f"tokenizer.ggml.{key}"
         for key, value in of.items()
-        if key not in READ | UNREAD and not key.endswith("_token_id")
+        if key not in READ | UNREAD and not key.endswith(("_token_id", "_token_ids"))
         if isinstance(value, np.ndarray | list) or value not in (0, "")
     }
     if unknown:
