@@ -24,14 +24,14 @@ from test_gguf import IDS, distance
 KERNELS = library.kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="needs the native kernels")
 LINEAR = {"rope_type": "linear", "factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-BETAS = {"beta_fast": 4.0, "beta_slow": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+BETAS = {"beta_fast": 4.0, "beta_slow": 0.5}
 OF_YARN = {
     "rope.scaling.type": "yarn",
     "rope.scaling.factor": 4.0,
-    "rope.scaling.original_context_length": 64,
+    "rope.scaling.original_context_length": 4096,
 }
-OF_BETAS = {"rope.scaling.yarn_beta_fast": 4.0, "rope.scaling.yarn_beta_slow": 2.0}
+OF_BETAS = {"rope.scaling.yarn_beta_fast": 4.0, "rope.scaling.yarn_beta_slow": 0.5}
 WHOLE = 0.1 * math.log(4) + 1  # YaRN's factor of cosines and sines
 
 
@@ -70,7 +70,7 @@ def far(file, model) -> float:
         (YARN | {"attention_factor": 1.5 * WHOLE}, OF_YARN | {"rope.scaling.attn_factor": 1.5}),
         (LINEAR, OF_YARN | {"rope.scaling.yarn_ext_factor": 0.0}),
         (YARN, OF_YARN | {"rope.scaling.yarn_ext_factor": 1.0}),
-        (YARN, {**OF_YARN, "rope.scaling.original_context_length": None, "context_length": 64}),
+        (YARN, {**OF_YARN, "rope.scaling.original_context_length": None, "context_length": 4096}),
     ],
 )
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
@@ -79,6 +79,8 @@ def test_scaled_angles_are_those_of_transformers(architecture, rope, keys, cache
     file = write(tmp_path / "x.gguf", architecture, model_of(architecture), keys=keys)
     assert distance(file, model) < 2e-4
     assert far(file, model) < 0.05
+    if "beta_fast" in rope:
+        assert distance(file, scaled(architecture, **YARN)) > 1e-3, "the parameters matter"
     if rope["rope_type"] != "default":
         assert distance(file, model_of(architecture)) > 2e-3, "the scaling matters"
         assert far(file, model_of(architecture)) > 0.06

@@ -201,9 +201,8 @@ class GgufCheckpoint(GgufParameters):
         read = {one for parts in stored.values() for one in parts}
         read.update(one for name in self.stack.unread if (one := stored_name(name)) is not None)
         odd, layers = self.file.tensors.keys() - read - set(ANGLES), self.config.num_hidden_layers
-        if odd := {
-            one for one in odd if not (is_behind(one, layers) or one.startswith(BESIDE_TEXT))
-        }:
+        odd = {one for one in odd if not one.startswith(BESIDE_TEXT)}
+        if odd := {one for one in odd if not is_behind(one, layers)}:
             raise InvalidInput(
                 f"the file holds {min(odd)}, which is not known here and may change answers: take "
                 "the model's folder instead"

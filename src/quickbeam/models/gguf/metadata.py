@@ -90,8 +90,8 @@ class Metadata:
         Where a file doesn't say, that is the context which its angles were scaled from, or
         `SHORTEST`.
         """
-        if length := self.get("context_length"):
-            return int(length)
+        if (length := int(self.get("context_length") or 0)) > 0:
+            return length
         length = int(self.get("rope.scaling.original_context_length") or SHORTEST)
         logger.warning(
             "the file doesn't say how long texts may be (%s.context_length): they are limited to "
@@ -162,6 +162,8 @@ def rope_of(m: Metadata, dim: int) -> dict[str, Any]:
     # Numbers by which the frequencies are divided, one for each pair of dimensions: those of the
     # tensor, and what the scaling comes to. It is LongRoPE that has such numbers.
     by = torch.ones(rotary_dim // 2) if tensor is None else torch.tensor(m.numbers(tensor))
+    if len(by) != rotary_dim // 2:
+        raise InvalidInput(f"{tensor} has {len(by)} numbers for {rotary_dim // 2} pairs that turn")
     if scaled["rope_type"] != "default":
         plain, _ = frequencies(rope, rotary_dim)
         angles, factor = frequencies(scaled, rotary_dim)
