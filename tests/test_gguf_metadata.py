@@ -257,6 +257,10 @@ def test_how_texts_are_split_is_known_or_refused(cache, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         load_tokenizer(GgufFile(file))
     assert "tokenizer.ggml.pre" in caplog.text and "GPT-2" in caplog.text
+    file = write(file, "llama", model, keys={"tokenizer.ggml.suppress_tokens": [5, 6]})
+    with caplog.at_level(logging.WARNING):
+        load_tokenizer(GgufFile(file))
+    assert "suppress_tokens is not heeded: these 2 tokens may be in an answer" in caplog.text
     unknown = {"tokenizer.ggml.normalizer.lowercase": True}
     file = write(tmp_path / "z.gguf", "llama", model, keys=unknown)
     refuses(r"tokenizer\.ggml\.normalizer\.lowercase", LLM, str(file))
@@ -355,9 +359,12 @@ def test_a_big_endian_file_says_so(tmp_path):
 
 
 def test_a_tensor_that_nobody_reads_is_refused(tmp_path):
-    def change(own, data):
-        extra = {"blk.0.attn_post_norm.weight": data} if own == "blk.0.attn_norm.weight" else {}
-        return {own: data} | extra
+    def with_tensor(name):
+        def change(own, data):
+            return {own: data} | ({name: data} if own == "blk.0.attn_norm.weight" else {})
 
-    file = write(tmp_path / "x.gguf", "llama", model_of("llama"), change=change)
+        return write(tmp_path / "x.gguf", "llama", model_of("llama"), change=change)
+
+    file = with_tensor("blk.0.attn_post_norm.weight")
     refuses(r"holds blk\.0\.attn_post_norm\.weight, which is not known", LLM, str(file))
+    assert distance(with_tensor("v.blk.0.ln1.weight"), model_of("llama")) < 2e-4, "of images"
