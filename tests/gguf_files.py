@@ -141,9 +141,10 @@ def delta_rule(writer: gguf.GGUFWriter, c) -> None:
         writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
 
 
-def tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
-    tokens = [*TOKENS, "ĊĊ", "ĊĊĊ"]  # runs of line ends
-    kinds, rest = [3] * 3 + [1] * (len(tokens) - 3), range(288 - len(tokens))
+def tokenizer(writer: gguf.GGUFWriter, pre: str, control: tuple[str, ...]) -> None:
+    tokens = [*TOKENS, "ĊĊ", "ĊĊĊ", *control]  # runs of line ends
+    kinds = [3] * 3 + [1] * (len(TOKENS) - 1) + [3] * len(control)
+    rest = range(288 - len(tokens))
     tokens, kinds = tokens + [f"<{i}>" for i in rest], kinds + [5] * len(rest)
     say(writer, tokenizer_model="gpt2", tokenizer_pre=pre, token_list=tokens, token_types=kinds)
     say(writer, eos_token_id=2, bos_token_id=0, add_bos_token=False)
@@ -326,17 +327,42 @@ def block_drafter(path, network, kind=None):
     return path
 
 
-def write(path, architecture, model, kinds=None, change=None, behind=(), pre="qwen2"):
+def set_keys(writer: gguf.GGUFWriter, keys: dict) -> None:
+    """Set keys, of the architecture where they begin otherwise than `tokenizer`. None: remove."""
+    add = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+    for key, value in keys.items():
+        whole = key if key.startswith(("tokenizer.", "general.")) else f"{writer.arch}.{key}"
+        writer.kv_data[0].pop(whole, None)
+        if type(value) is int and value < 0:
+            writer.add_int32(whole, value)
+        elif value is not None:
+            getattr(writer, f"add_{add[type(value)]}")(whole, value)
+
+
+def write(
+    path,
+    architecture,
+    model,
+    kinds=None,
+    change=None,
+    behind=(),
+    pre="qwen2",
+    keys=None,
+    control=(),
+    **how,
+):
     """A file of the model. `kinds`: formats of weights by a part of their name, F32 without.
     `change(name, data)`: what is written of a tensor. `behind`: tensors of a further block.
-    `pre`: how text is split into words."""
+    `pre`: how text is split into words. `keys`: of `set_keys`. `control`: further control tokens.
+    `how`: of the writer."""
     architecture = architecture.split()[0]
-    writer, c = gguf.GGUFWriter(str(path), architecture), model.config
+    writer, c = gguf.GGUFWriter(str(path), architecture, **how), model.config
     metadata(writer, model)
     if behind:
         writer.add_nextn_predict_layers(1)
         writer.add_block_count(c.num_hidden_layers + 1)
-    tokenizer(writer, pre)
+    tokenizer(writer, pre, control)
+    set_keys(writer, keys or {})
     kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, c.num_hidden_layers)
     state = apart(model.state_dict(), architecture in INTERLEAVED_EXPERTS)

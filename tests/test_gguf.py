@@ -4,13 +4,11 @@ import contextlib
 import shutil
 import struct
 from pathlib import Path
-from types import SimpleNamespace
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers import AddedToken
 from transformers import GemmaTokenizer
 
 import gguf_files
@@ -24,7 +22,7 @@ from quickbeam.models.gguf import names
 from quickbeam.models.gguf.architecture import ARCHITECTURES, INTERLEAVED
 from quickbeam.models.gguf.checkpoint import GgufCheckpoint
 from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.gguf.tokenizer import load_tokenizer, turn_ends
+from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
 from streaming import alike, limits, on_disk
@@ -230,20 +228,6 @@ def test_blocks_read_from_disk_have_the_bits_of_memory(architecture, kinds, tmp_
     assert not (tmp_path / "gguf").exists()
 
 
-def test_a_turn_ends_where_the_chat_template_ends_it():
-    known = {i: AddedToken(one) for i, one in enumerate(("<eos>", "<end_of_turn>", "<|im_end|>"))}
-    tokenizer = SimpleNamespace(chat_template="x<end_of_turn>", added_tokens_decoder=known)
-    assert turn_ends(tokenizer) == {1}
-    tokenizer.chat_template = {"default": "<|im_end|>", "tool_use": "<|end|>"}
-    assert turn_ends(tokenizer) == {2}
-    known |= {3: AddedToken("<|end|>"), 4: AddedToken("<|return|>")}
-    assert turn_ends(tokenizer) == {2, 3}
-    tokenizer.chat_template = "<|end|><|return|>"
-    assert turn_ends(tokenizer) == {4}
-    tokenizer.chat_template = None
-    assert not turn_ends(tokenizer)
-
-
 def test_text_becomes_the_files_tokens(mixed):
     tokenizer = load_tokenizer(GgufFile(mixed))
     ids = tokenizer.encode("a b<|im_end|>")
@@ -308,8 +292,7 @@ def test_what_is_not_known_is_named(tmp_path):
     writer.add_float32("llama.attention.new_factor", 2.0)
     writer.add_tensor("token_embd.weight", np.zeros((288, 64), dtype=np.float32))
     finish(writer)
-    with pytest.raises(NotDescribed, match=r"llama\.attention\.new_factor"):
-        GgufCheckpoint(tmp_path / "x.gguf", None, KERNELS)
+    refuses(r"llama\.attention\.new_factor", GgufCheckpoint, tmp_path / "x.gguf", None, KERNELS)
 
 
 def test_cut_and_changed_files_are_refused_and_nothing_else_happens(mixed, tmp_path):
@@ -372,7 +355,8 @@ def test_tensors_that_do_not_fit_are_refused(architecture, at, kind, shape, tmp_
     file = write(tmp_path / "tiny.gguf", architecture, model_of(architecture))
 
     def change(self):
-        self.tensors[at] = self._placed(at, kind, shape, self.tensors[at].offset)
+        placed = self._parts[at]._placed(at, kind, shape, self.tensors[at].offset)
+        self.tensors[at] = placed
 
     read(change)
     with pytest.raises(ValueError):

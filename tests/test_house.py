@@ -13,7 +13,7 @@ SOURCES = Path(__file__).parents[1] / "src" / "quickbeam"
 # here is a noun, which all rooms share.
 ROOMS = (
     ("nouns", "grammar"),
-    ("models",),
+    ("models", "hub", "conversion"),
     ("drafters",),
     ("methods",),
     ("engine",),

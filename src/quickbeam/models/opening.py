@@ -21,11 +21,11 @@ from quickbeam.models import disk
 from quickbeam.models.adapters import AdaptedCheckpoint, adapter_in
 from quickbeam.models.base import CHUNK, Model
 from quickbeam.models.checkpoint import Checkpoint, local_folder, read_json
+from quickbeam.models.eos import eos_ids, known_eos_ids, model_eos_ids
 from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.formats import check_weights, refuse_place, weights_format
 from quickbeam.models.gguf.checkpoint import GgufCheckpoint
-from quickbeam.models.gguf.tokenizer import turn_ends
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.native_model import DTYPES, NativeModel, why_not_native
@@ -45,32 +45,6 @@ logger = logging.getLogger(__name__)
 AnyCheckpoint = Checkpoint | AdaptedCheckpoint | GgufCheckpoint
 # parameters that a generation config may give defaults of
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
-
-def eos_ids(*owners: Any) -> set[int]:
-    """Return every id that ends an answer, from generation config, config and tokenizer.
-
-    Each owner is an object or a mapping, or None.
-    """
-    every: set[int] = set()
-    for owner in owners:
-        ids = (
-            owner.get("eos_token_id")
-            if isinstance(owner, Mapping)
-            else getattr(owner, "eos_token_id", None)
-        )
-        listed = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
-        every |= {one for one in listed if type(one) is int}
-        if any(type(one) is not int for one in listed):
-            logger.warning("eos_token_id %r: no number of a token, and left out", ids)
-    return every
-
-
-def model_eos_ids(model: Any, tokenizer: Any) -> set[int]:
-    """Return the same of a model of transformers."""
-    return eos_ids(
-        getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer
-    )
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
@@ -172,21 +146,14 @@ def open_model(
             logger.info("%s is loaded by transformers: %s", name, reason)
         else:
             refuse_place(weights, device, checkpoint.dtype)
-            return _all_ends(name, _native(checkpoint, weights, memory, progress))
+            return _native(checkpoint, weights, memory, progress)
     how: Any = (weights, memory, device_map, progress, options)
     try:
-        return _all_ends(name, _by_transformers(name, dtype, device, *how))
+        return _by_transformers(name, dtype, device, *how)
     except InvalidInput as error:
         if not reason or reason in str(error):
             raise
         raise InvalidInput(f"{error} (the native kernels don't run it: {reason})") from error
-
-
-def _all_ends(name: str, model: LoadedModel) -> LoadedModel:
-    """Add the tokens that end a turn of a `.gguf` file's model, which its metadata may not name."""
-    if name.endswith(".gguf"):
-        model.ends.update(turn_ends(model.tokenizer))
-    return model
 
 
 def _native(
@@ -205,14 +172,13 @@ def _native(
     kept = WeightFile.of(str(folder), None, kind, progress, base=base)
     model = NativeModel(checkpoint, stack, weights=weights, kept=kept, memory=memory)
     if isinstance(checkpoint, GgufCheckpoint):
-        ends = checkpoint.ends | eos_ids(checkpoint.config)
         sampling = sampling_defaults(checkpoint.sampling)
-        return LoadedModel(model, checkpoint.tokenizer, ends, sampling)
+        return LoadedModel(model, checkpoint.tokenizer, checkpoint.eos_ids, sampling)
     generation = read_json(checkpoint.path / "generation_config.json")
     if not (folder / "tokenizer_config.json").is_file():  # an adapter without one
         folder = checkpoint.path
     tokenizer = load_tokenizer(folder, checkpoint.config)
-    ends = eos_ids(generation, checkpoint.config, tokenizer)
+    ends = eos_ids(generation, checkpoint.config, tokenizer) | known_eos_ids(tokenizer)
     return LoadedModel(model, tokenizer, ends, sampling_defaults(generation))
 
 

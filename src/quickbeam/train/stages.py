@@ -24,9 +24,10 @@ from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.chat_template import for_template
+from quickbeam.models.eos import model_eos_ids
 from quickbeam.models.formats import pick_device
 from quickbeam.models.loading import load_model
-from quickbeam.models.opening import make_model, model_eos_ids
+from quickbeam.models.opening import make_model
 from quickbeam.train import text
 from quickbeam.train.block import HeldOutMetrics, new_network
 from quickbeam.train.recipes import Plan, Recipe, opening_words

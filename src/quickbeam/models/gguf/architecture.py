@@ -10,29 +10,68 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from quickbeam.errors import InvalidInput, first_line
 from quickbeam.models.families.reading import NotDescribed, check_count
 from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.gguf.metadata import Metadata, chosen, gemma4, plain, windows
+from quickbeam.models.gguf.metadata import (
+    Metadata,
+    chosen,
+    gemma4,
+    has_window,
+    plain,
+    windows,
+)
 
 SIGMOID = 2  # of expert_gating_func
 
 
 def _llama(m: Metadata) -> dict[str, Any]:
+    """Mixtral with experts, Granite with its factors, and Mistral with a window in all layers."""
+    fields = plain(m)
     if m.get("expert_count"):
-        return plain(m) | chosen(m) | {"model_type": "mixtral"}
+        return fields | chosen(m) | {"model_type": "mixtral"}
     m.get("expert_used_count")
-    return plain(m) | {"model_type": "llama"}
+    factors = ("attention.scale", "embedding_scale", "residual_scale")
+    if any(f"{m.name}.{one}" in m.file.metadata for one in factors):
+        return fields | _factors(m, fields["head_dim"] ** -0.5)
+    if not has_window(m):
+        return fields | {"model_type": "llama"}
+    near = windows(m, every=0)
+    if "full_attention" in near["layer_types"]:
+        raise m.refusal("attention.sliding_window_pattern", "leaves out layers")
+    return fields | {"model_type": "mistral", "sliding_window": near["sliding_window"]}
+
+
+def _factors(m: Metadata, scale: float) -> dict[str, Any]:
+    """Return Granite's factors but that of logits. `scale`: attention's where no key says it."""
+    return {
+        "model_type": "granite",
+        "embedding_multiplier": m.get("embedding_scale") or 1.0,
+        "residual_multiplier": m.get("residual_scale") or 1.0,
+        "attention_multiplier": m.get("attention.scale") or scale,
+        "logits_scaling": 1.0,
+    }
 
 
 def _qwen2(m: Metadata) -> dict[str, Any]:
-    fields = plain(m) | {"model_type": "qwen2"}
+    fields = plain(m) | _some_windows(m) | {"model_type": "qwen2"}
     if not fields.pop("attention_bias"):
         raise NotDescribed("its queries, keys and values have no bias")
     return fields
 
 
+def _some_windows(m: Metadata) -> dict[str, Any]:
+    """Return the windows of the layers that a file names, if it names any."""
+    return windows(m) | {"use_sliding_window": True} if has_window(m) else {}
+
+
 # as llama.cpp has it
-_ALL_SPARSE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_ALL_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _normed(m: Metadata, default: bool = True) -> dict[str, Any]:
+    """Return whether the probabilities of the chosen experts are made to add up to 1."""
+    return {"norm_topk_prob": bool(m.get("expert_weights_norm", default))}
 
 
 def _qwen3_5(m: Metadata, tiled: bool = True) -> dict[str, Any]:
@@ -57,31 +96,28 @@ def _qwen3_5_moe(m: Metadata) -> dict[str, Any]:
     return _qwen3_5(m) | chosen(m, "num_experts") | {"model_type": "qwen3_5_moe_text"}
 
 
+def _qwen3_moe(m: Metadata) -> dict[str, Any]:
+    return plain(m) | chosen(m) | _ALL_SPARSE | _normed(m) | {"model_type": "qwen3_moe"}
+
+
 def _qwen3_next(m: Metadata) -> dict[str, Any]:
-    fields = _qwen3_5(m, tiled=False) | chosen(m, "num_experts") | _ALL_SPARSE
+    fields = _qwen3_5(m, tiled=False) | chosen(m, "num_experts") | _ALL_SPARSE | _normed(m)
     return fields | {"model_type": "qwen3_next", "gates_apart": True}
 
 
 def _granite(m: Metadata) -> dict[str, Any]:
-    return plain(m) | {
-        "model_type": "granite",
-        "embedding_multiplier": m["embedding_scale"],
-        "residual_multiplier": m["residual_scale"],
-        "attention_multiplier": m["attention.scale"],
-        "logits_scaling": m["logit_scale"],
-    }
+    return plain(m) | _factors(m, m["attention.scale"]) | {"logits_scaling": m["logit_scale"]}
 
 
 def _olmoe(m: Metadata) -> dict[str, Any]:
-    return plain(m) | chosen(m, "num_experts") | {"model_type": "olmoe", "norm_topk_prob": False}
+    return plain(m) | chosen(m, "num_experts") | {"model_type": "olmoe"} | _normed(m, False)
 
 
 def _gpt_oss(m: Metadata) -> dict[str, Any]:
     """What no key says is as published."""
     fields = plain(m) | windows(m, 2) | chosen(m)
     if fields["rope_parameters"]["rope_type"] == "yarn":
-        betas = {f"beta_{one}": m.get(f"rope.scaling.yarn_beta_{one}") for one in ("fast", "slow")}
-        fields["rope_parameters"] |= betas | {"truncate": False}
+        fields["rope_parameters"] |= {"truncate": False}
     return fields | {
         "model_type": "gpt_oss",
         "intermediate_size": m["expert_feed_forward_length"],
@@ -105,13 +141,13 @@ def _lfm2(m: Metadata) -> dict[str, Any]:
 
 def _lfm2_moe(m: Metadata) -> dict[str, Any]:
     dense = m["leading_dense_block_count"]
-    if m.get("expert_gating_func") != SIGMOID:
-        raise NotDescribed("its experts are not chosen by sigmoids")
+    if (gating := m.get("expert_gating_func")) != SIGMOID:
+        raise m.refusal("expert_gating_func", f"is {gating}")
     return _lfm2(m) | {
         "model_type": "lfm2_moe",
         "num_dense_layers": dense,
         **chosen(m, "num_experts"),
-        "norm_topk_prob": True,  # as llama.cpp has it
+        **_normed(m),
         "routed_scaling_factor": 1.0,
         "use_expert_bias": m.has(f"blk.{dense}.exp_probs_b.bias"),
     }
@@ -191,23 +227,33 @@ def _smollm3(m: Metadata) -> dict[str, Any]:
 
 
 def _phi3(m: Metadata) -> dict[str, Any]:
-    if m["rope.dimension_count"] != m["embedding_length"] // m["attention.head_count"]:
-        raise NotDescribed("only a part of a head turns")
-    return plain(m) | {"model_type": "phi3", "sliding_window": m.get("attention.sliding_window")}
+    window = m["attention.sliding_window"] if has_window(m) else None
+    return plain(m) | {"model_type": "phi3", "sliding_window": window}
 
 
 def _later_gemma(m: Metadata, model_type: str, largest: int, every: int) -> dict[str, Any]:
     fields = plain(m) | windows(m, every)
     # the largest model's attention is scaled by the width, as llama.cpp has it
     of_width = fields["hidden_size"] // fields["num_attention_heads"]
+    scalar = of_width if m["block_count"] == largest else fields["head_dim"]
+    if scale := m.get("attention.scale"):
+        scalar = round(scale**-2, 3)
+        scalar = int(scalar) if scalar.is_integer() else scale**-2  # as transformers has it
     return fields | {
         "model_type": model_type,
         "hidden_act": None,
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": of_width if m["block_count"] == largest else fields["head_dim"],
+        "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": m.get("attn_logit_softcapping"),
         "final_logit_softcapping": m.get("final_logit_softcapping"),
     }
+
+
+def _gemma2(m: Metadata) -> dict[str, Any]:
+    """Files from before there were keys for its softcaps have these."""
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    fields = _later_gemma(m, "gemma2", 46, 2)
+    return fields | {name: m.get(name, cap) for name, cap in caps.items()}
 
 
 def _gemma3(m: Metadata) -> dict[str, Any]:
@@ -218,8 +264,8 @@ def _gemma3(m: Metadata) -> dict[str, Any]:
 
 
 def _olmo2(m: Metadata) -> dict[str, Any]:
-    if m.get("attention.sliding_window"):
-        raise NotDescribed("its layers have windows")
+    if has_window(m):
+        raise m.refusal("attention.sliding_window", f"is {m['attention.sliding_window']}")
     return plain(m) | {"model_type": "olmo2"}
 
 
@@ -233,8 +279,8 @@ ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "nemotron_h": _nemotron_h,
     "smollm3": _smollm3,
     "qwen2": _qwen2,
-    "qwen3": lambda m: plain(m) | {"model_type": "qwen3"},
-    "qwen3moe": lambda m: plain(m) | chosen(m) | _ALL_SPARSE | {"model_type": "qwen3_moe"},
+    "qwen3": lambda m: plain(m) | _some_windows(m) | {"model_type": "qwen3"},
+    "qwen3moe": _qwen3_moe,
     "qwen35": _qwen3_5,
     "qwen35moe": _qwen3_5_moe,
     "qwen3next": _qwen3_next,
@@ -245,7 +291,7 @@ ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "phi3": _phi3,
     "olmo2": _olmo2,
     "gemma": lambda m: plain(m) | {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
-    "gemma2": lambda m: _later_gemma(m, "gemma2", 46, 2),
+    "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma4": gemma4,
 }
@@ -259,22 +305,23 @@ INTERLEAVED_EXPERTS = {"gpt-oss"}
 def architecture_of(file: GgufFile) -> tuple[str, dict[str, Any]]:
     """Return the name of a file's architecture, and a configuration's fields.
 
-    Raises `NotDescribed` for another architecture, or metadata that is not known, and
-    `InvalidInput` for a number of layers that no model has.
+    Raises `NotDescribed` for another architecture, and `InvalidInput` for metadata that is missing,
+    or that is not known and may change answers.
     """
     name = str(file.metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
         raise NotDescribed(f"the architecture {name!r} of a .gguf file")
     if "token_embd.weight" not in file.tensors:
-        raise NotDescribed("it has no token_embd.weight")
+        raise InvalidInput("its weights lack token_embd.weight: download it again")
     metadata = Metadata(file, name)
     check_count(metadata["block_count"], "layers")  # transformers would make them all
     try:
         fields = ARCHITECTURES[name](metadata)
+        metadata.refuse_unknown()
+    except InvalidInput:
+        raise
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise NotDescribed(f"its metadata is of other kinds ({error})") from error
-    metadata.refuse_unknown()
-    for key in ("bos", "eos", "padding", "unknown"):
-        token = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        fields[f"{ {'padding': 'pad', 'unknown': 'unk'}.get(key, key) }_token_id"] = token
+        raise InvalidInput(
+            f"its metadata is of other kinds ({first_line(error)}): download it again"
+        ) from error
     return name, fields

@@ -17,8 +17,8 @@ from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf.architecture import INTERLEAVED, INTERLEAVED_EXPERTS, architecture_of
 from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.gguf.names import ANGLES, StoredName, is_behind, stored_names
-from quickbeam.models.gguf.tokenizer import load_tokenizer
+from quickbeam.models.gguf.names import ANGLES, BESIDE_TEXT, StoredName, is_behind, stored_names
+from quickbeam.models.gguf.tokenizer import file_eos_ids, load_tokenizer
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows, with_data
 from quickbeam.models.shapes import check_shapes, expected, refuse_shared_experts
@@ -32,7 +32,6 @@ SAMPLED = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-ENDS = ("eos", "eot", "eom")  # tokens that end an answer
 
 
 class GgufParameters(Parameters):
@@ -70,6 +69,7 @@ class GgufParameters(Parameters):
         self._flat = self._slopes | {name for one in matrices for name in _of_heads(one)}
         wanted = names(stack) | beside.keys()
         self._stored = self._places(stored_name, wanted)
+        file.refuse_formats(one for parts in self._stored.values() for one in parts)
         refuse_incomplete(set(wanted) - self._stored.keys(), [])
         self._lacking = {one.weight: 1 for one in stack.recurrents}  # axes of one number
         gates = (one.shared_gate for one in experts(stack) if one.shared_gate)
@@ -166,7 +166,8 @@ class GgufParameters(Parameters):
 class GgufCheckpoint(GgufParameters):
     """A `.gguf` file as a model's checkpoint.
 
-    `dtype`: None for bfloat16. `config`, `stack`: as of `Checkpoint`.
+    `dtype`: None for bfloat16. `config`, `stack`: as of `Checkpoint`. `eos_ids`: the tokens that
+    end an answer.
     """
 
     quantised = True  # most of its weights
@@ -185,6 +186,7 @@ class GgufCheckpoint(GgufParameters):
             if isinstance(error, InvalidInput):
                 raise
             raise InvalidInput(f"{path}: its tokenizer can't be read: {error}") from error
+        self.eos_ids = file_eos_ids(file.metadata, self.tokenizer)
         for key in ("tokens", "merges", "scores", "token_type"):  # large, and read
             file.metadata.pop(f"tokenizer.ggml.{key}", None)
         stored_name = stored_names(name, config.num_hidden_layers, file.tensors)
@@ -199,15 +201,13 @@ class GgufCheckpoint(GgufParameters):
         read = {one for parts in stored.values() for one in parts}
         read.update(one for name in self.stack.unread if (one := stored_name(name)) is not None)
         odd, layers = self.file.tensors.keys() - read - set(ANGLES), self.config.num_hidden_layers
+        odd = {one for one in odd if not one.startswith(BESIDE_TEXT)}
         if odd := {one for one in odd if not is_behind(one, layers)}:
-            raise NotDescribed(f"the file holds {min(odd)}")
+            raise InvalidInput(
+                f"the file holds {min(odd)}, which is not known here and may change answers: take "
+                "the model's folder instead"
+            )
         return stored
-
-    @property
-    def ends(self) -> set[int]:
-        """Ids that end an answer."""
-        ids = (self.file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS)
-        return {one for one in ids if isinstance(one, int)}
 
     @property
     def sampling(self) -> dict[str, Any]:

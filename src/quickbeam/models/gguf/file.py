@@ -1,13 +1,16 @@
 """A `.gguf` file: its metadata, and its tensors as they are stored.
 
-The layout is that of ggml's `gguf.md`, versions 2 and 3, little-endian.
+The layout is that of ggml's `gguf.md`, versions 2 and 3, little-endian. A model may be split over
+several files, of which the first holds the metadata.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +29,15 @@ WHOLE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 READ = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL and MXFP4"
 
 
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")  # the name of one of several files, without .gguf
+
+
 class StoredTensor(NamedTuple):
-    """Where a tensor is. `shape`: outputs before inputs. `offset`, `bytes`: in the file."""
+    """Where a tensor is.
+
+    `shape`: outputs before inputs. `offset`, `bytes`: in the file. `bytes` is 0 for a format that
+    is not read.
+    """
 
     kind: int
     shape: tuple[int, ...]
@@ -35,11 +45,77 @@ class StoredTensor(NamedTuple):
     bytes: int
 
 
+def parts_of(path: Path) -> list[Path]:
+    """Return the files of a model by the first one's name: `NAME-00001-of-00003.gguf`, or `path`.
+
+    Raises `InvalidInput` for another file than the first, and for files that are missing.
+    """
+    if (name := PART.fullmatch(path.stem)) is None or (count := int(name[3])) < 2:
+        return [path]
+    paths = [path.with_name(f"{name[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    if int(name[2]) != 1:
+        raise InvalidInput(f"{path} is part {int(name[2])} of {count}: give {paths[0].name}")
+    if missing := [one.name for one in paths if not one.is_file()]:
+        raise InvalidInput(
+            f"{path} is one of {count} files of a model, and beside it there is no "
+            f"{', '.join(missing[:4])}: download all of them into one folder"
+        )
+    return paths
+
+
 class GgufFile:
-    """A mapped file. `metadata`: values by key. `tensors`: by name.
+    """A mapped file, or several. `metadata`: values by key. `tensors`: by name.
 
     Raises `InvalidInput`, which names the file and what is wrong with it.
     """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        first, *others = (_Part(one) for one in parts_of(path))
+        self.metadata, self.tensors = first.metadata, first.tensors
+        self._parts = dict.fromkeys(first.tensors, first)
+        count = self.metadata.get("split.count", 0)
+        if count > 1 and len(others) + 1 != count:
+            raise InvalidInput(
+                f"{path} is the first of {count} files of a model: give them their names again, "
+                f"such as {path.stem}-00001-of-{count:05}.gguf, in one folder"
+            )
+        for part in others:
+            if twice := part.tensors.keys() & self.tensors.keys():
+                raise InvalidInput(f"{part.path} holds {min(twice)} once more: download it again")
+            self.tensors |= part.tensors
+            self._parts |= dict.fromkeys(part.tensors, part)
+
+    def __getitem__(self, name: str) -> Weight:
+        """Return a tensor as it is stored: blocks, or numbers. Mapped, not read."""
+        self.refuse_formats([name])
+        of = self.tensors[name]
+        data = self._parts[name].bytes[of.offset : of.offset + of.bytes]
+        if of.kind in KINDS:
+            return BlockRows(data.view(*of.shape[:-1], -1), KINDS[of.kind])
+        if of.offset % 4:
+            data = data.clone()
+        return data.view(WHOLE[of.kind]).view(of.shape)
+
+    def forget(self) -> None:
+        """Let go of what was read into memory; it comes again from the file."""
+        for part in set(self._parts.values()):
+            part.forget()
+
+    def refuse_formats(self, names: Iterable[str]) -> None:
+        """Raise `InvalidInput` for tensors in a format that is not read."""
+        for name in names:
+            kind = self.tensors[name].kind
+            if kind not in KINDS and kind not in WHOLE:
+                raise InvalidInput(
+                    f"{self.path}: the weight {name[:80]} is stored as "
+                    f"{_kind_name(kind)}, which is not read; read are {READ}: "
+                    "take a file of the same model in one of these, such as Q4_K_M"
+                )
+
+
+class _Part:
+    """One mapped file. Raises `InvalidInput`, which names the file and what is wrong with it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,20 +135,9 @@ class GgufFile:
             raise InvalidInput(
                 f"{path} is no whole .gguf file: {error} (download it again, or take another)"
             ) from error
-        self._bytes = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
-
-    def __getitem__(self, name: str) -> Weight:
-        """Return a tensor as it is stored: blocks, or numbers. Mapped, not read."""
-        of = self.tensors[name]
-        data = self._bytes[of.offset : of.offset + of.bytes]
-        if of.kind in KINDS:
-            return BlockRows(data.view(*of.shape[:-1], -1), KINDS[of.kind])
-        if of.offset % 4:
-            data = data.clone()
-        return data.view(WHOLE[of.kind]).view(of.shape)
+        self.bytes = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
 
     def forget(self) -> None:
-        """Let go of what was read into memory; it comes again from the file."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -82,7 +147,12 @@ class GgufFile:
         if self._take(4) != b"GGUF":
             raise ValueError("it doesn't begin with GGUF")
         if (version := self._number("I")) not in (2, 3):
-            raise ValueError(f"version {version} of the layout; 2 and 3 are read, little-endian")
+            if version in (2 << 24, 3 << 24):
+                raise InvalidInput(
+                    f"{self.path} is big-endian, and little-endian files are read: take such a "
+                    "file, or turn it by llama.cpp's gguf_convert_endian.py"
+                )
+            raise ValueError(f"version {version} of the layout; 2 and 3 are read")
         tensors, pairs = self._number("Q"), self._number("Q")
         for _ in range(pairs):
             key = self._string()
@@ -141,11 +211,7 @@ class GgufFile:
         elif kind in KINDS:
             inputs, bytes_of = FORMATS[KINDS[kind]].inputs, FORMATS[KINDS[kind]].bytes
         else:
-            raise InvalidInput(
-                f"{self.path}: the weight {name[:80]} is stored as "
-                f"{_kind_name(kind)}, which is not read; read are {READ}: "
-                "take a file of the same model in one of these, such as Q4_K_M"
-            )
+            return StoredTensor(kind, shape, offset, 0)
         if shape[-1] % inputs or (len(shape) < 2 and inputs > 1):
             raise ValueError(f"{name[:80]!r} has shape {shape}, not of whole blocks")
         size = math.prod(shape) // inputs * bytes_of

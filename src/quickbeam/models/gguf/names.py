@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from quickbeam.mtp import MtpLayout
 
 ANGLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+BESIDE_TEXT = ("v.", "mm.", "a.")  # how the names of what reads images and sound begin
 # what the table calls otherwise than transformers
 RENAMED = {
     ".block_sparse_moe.router.": ".mlp.gate.",

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from quickbeam.errors import InvalidInput
+from quickbeam.models.eos import known_eos_ids
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.tokenizer import CONTRACTIONS, QWEN2, REST, Tokenizer, split_by
 
+logger = logging.getLogger(__name__)
+
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that are found in a text before anything else
 SPACE = "\u2581"
 NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
+ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")  # tokens that end an answer
+NEEDED = ("bos", "eos", "unknown")  # what texts are read by, and answers ended
+UNSET = (-1, 2**32 - 1)  # ids of no token
+# keys of `tokenizer.ggml` beside ids, and those that change nothing for these kinds of tokenizers
+READ = {
+    *("model", "pre", "tokens", "token_type", "scores", "merges"),
+    *("add_bos_token", "add_eos_token", "add_space_prefix", "suppress_tokens"),
+}
+UNREAD = {
+    *("add_sep_token", "precompiled_charsmap", "remove_extra_whitespaces", "token_type_count"),
+}
+TEMPLATE = "tokenizer.chat_template"
 
 # How a byte-level vocabulary's text is split (`tokenizer.ggml.pre`).
 _QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"^\s\p{L}", r"^\s\p{L}\p{M}")
@@ -28,42 +45,28 @@ _GPT4O = rf"{_WORDS[0]}{CONTRACTIONS}?|{_WORDS[1]}{CONTRACTIONS}?|\p{{N}}{{1,3}}
 DIGITS = "digits"  # GPT-2's, digits one by one
 SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jina-v2-code"), None),
+    **dict.fromkeys(("jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de"), None),
+    **dict.fromkeys(("gigachat", "a.x-4.0", "mellum", "exaone4"), None),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone", "codeshell"), DIGITS),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), QWEN2),
+    "kormo": QWEN2,
     "qwen35": _QWEN35,
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "smaug-bpe", "falcon-h1"), _LLAMA3
     ),
-    **dict.fromkeys(("dbrx", "chatglm-bpe", "glm4", "pixtral"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "chatglm-bpe", "glm4", "pixtral", "midm-2.0"), _LLAMA3),
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word that is a token stays whole
 BEGIN = ("llama-bpe", "llama3", "llama-v3")  # texts begin with a token where a file doesn't say
-# Tokens that end a turn where a chat template writes them. Files that were made from a base model's
-# configuration name none, and llama.cpp knows them by these texts as well.
-TURN_ENDS = (
-    *("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>", "<|call|>"),
-    *("<|eom_id|>", "<EOT>", "<|eot|>", "<|end_of_text|>"),
-)
-
-
-def turn_ends(tokenizer: Any) -> set[int]:
-    """Return the tokens that end a turn by a tokenizer's chat template."""
-    template = tokenizer.chat_template or ""
-    text = template if isinstance(template, str) else " ".join(template.values())
-    known = {one.content: token for token, one in tokenizer.added_tokens_decoder.items()}
-    ends = {one for one in TURN_ENDS if one in text and one in known}
-    if "<|return|>" in ends:  # of gpt-oss, which ends each message of a turn with the other
-        ends.discard("<|end|>")
-    return {known[one] for one in ends}
 
 
 def load_tokenizer(file: GgufFile) -> Tokenizer:
     """Return a file's tokenizer.
 
-    Raises `NotDescribed` for kinds that are not known here, and `InvalidInput` for metadata that
-    contradicts itself.
+    Raises `NotDescribed` for kinds that are not known here, and `InvalidInput` for a way to split
+    texts that is not known, and for metadata that contradicts itself.
     """
     of = {
         key.removeprefix("tokenizer.ggml."): value
@@ -73,28 +76,93 @@ def load_tokenizer(file: GgufFile) -> Tokenizer:
     kind, tokens = of.get("model"), of.get("tokens")
     if not isinstance(tokens, list) or not tokens:
         raise NotDescribed("it has no tokenizer")
+    _refuse_unknown(of)
+    ids = {name: token_ids(file.metadata, key, len(tokens)) for name, key in NAMED.items()}
+    named = {name: tokens[own[0]] if own else None for name, own in ids.items()}
     if kind == "gpt2":
         backend = _byte_level(of, tokens)
     elif kind in ("llama", "gemma4"):
-        backend = _sentence_piece(of, tokens, file.metadata["general.architecture"])
+        architecture = file.metadata["general.architecture"]
+        backend = _sentence_piece(of, tokens, named["unk"], architecture)
     else:
         raise NotDescribed(f"a tokenizer of kind {kind!r}")
     _add(backend, tokens, of.get("token_type"))
-    named = {name: _token(of, tokens, key) for name, key in NAMED.items()}
     first = of.get("add_bos_token", kind == "llama" or of.get("pre") in BEGIN)
     last = of.get("add_eos_token", False)
     _surround(backend, named["bos"] if first else None, named["eos"] if last else None)
     fields = {f"{name}_token": token for name, token in named.items() if token is not None}
-    return Tokenizer(backend, fields, file.metadata.get("tokenizer.chat_template"))
+    return Tokenizer(backend, fields, chat_templates(file.metadata))
 
 
-def _token(of: dict[str, Any], tokens: Sequence[str], key: str) -> str | None:
-    index = of.get(f"{key}_token_id")
-    if index is None:
-        return None
-    if not isinstance(index, int) or not 0 <= index < len(tokens):
-        raise InvalidInput(f"tokenizer.ggml.{key}_token_id is {index!r} of {len(tokens)} tokens")
-    return tokens[index]
+def chat_templates(metadata: dict[str, Any]) -> str | dict[str, str] | None:
+    """Return a file's chat template; several by name where it has others beside the default.
+
+    Raises `InvalidInput` for a template that is no text.
+    """
+    named = {
+        key.removeprefix(f"{TEMPLATE}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{TEMPLATE}.")
+    }
+    default = metadata.get(TEMPLATE)
+    if isinstance(default, list):  # beside a list of their names
+        names = metadata.get("tokenizer.chat_templates")
+        if not isinstance(names, list) or len(names) != len(default):
+            names = ["default", *(str(i) for i in range(1, len(default)))]
+        named |= dict(zip(names, default, strict=True))
+    elif default is not None:
+        named["default"] = default
+    for name, template in named.items():
+        if not isinstance(template, str):
+            raise InvalidInput(f"its chat template {name!r} is no text, but {str(template)[:80]}")
+    return named.get("default") if named.keys() <= {"default"} else named
+
+
+def token_ids(metadata: dict[str, Any], name: str, count: int) -> list[int]:
+    """Return the tokens that metadata names as `tokenizer.ggml.NAME_token_id`: none, one or more.
+
+    `count`: how many tokens there are. An id of no token is left out, and the log says so. Raises
+    `InvalidInput` for another value than a token.
+    """
+    ids = []
+    for key in (f"tokenizer.ggml.{name}_token_id", f"tokenizer.ggml.{name}_token_ids"):
+        value = metadata.get(key)
+        values = value.tolist() if isinstance(value, np.ndarray) else [value]
+        for one in [] if value is None else values:
+            if type(one) is int and 0 <= one < count:
+                ids.append(one)
+            elif one in UNSET or (type(one) is int and name not in NEEDED):
+                logger.warning("%s is %d, which is no token, and is left out", key, one)
+            else:
+                raise InvalidInput(f"{key} is {one!r} of {count} tokens")
+    return list(dict.fromkeys(ids))
+
+
+def file_eos_ids(metadata: dict[str, Any], tokenizer: Any) -> set[int]:
+    """Return the ids that end an answer, by a file's metadata and by its tokens' texts."""
+    count = len(metadata["tokenizer.ggml.tokens"])
+    named = (token_ids(metadata, name, count) for name in ENDS)
+    return known_eos_ids(tokenizer).union(*named)
+
+
+def _refuse_unknown(of: dict[str, Any]) -> None:
+    """Raise `InvalidInput` naming keys that are set and are not read. Names what is left out."""
+    if len(of.get("suppress_tokens", ())):
+        logger.warning(
+            "tokenizer.ggml.suppress_tokens is not heeded: these %d tokens may be in an answer",
+            len(of["suppress_tokens"]),
+        )
+    unknown = {
+        f"tokenizer.ggml.{key}"
+        for key, value in of.items()
+        if key not in READ | UNREAD and not key.endswith(("_token_id", "_token_ids"))
+        if isinstance(value, np.ndarray | list) or value not in (0, "")
+    }
+    if unknown:
+        raise InvalidInput(
+            f"its tokenizer sets {', '.join(sorted(unknown))}, which is not known: take the "
+            "model's folder instead"
+        )
 
 
 def _stored_merges(of: dict[str, Any]) -> list[Any]:
@@ -109,9 +177,18 @@ def _backend(vocab: dict[str, int], merges: list[Any], **how: Any) -> Backend:
 
 
 def _byte_level(of: dict[str, Any], tokens: list[str]) -> Backend:
-    pre = of.get("pre", "default")
+    if (pre := of.get("pre")) is None:
+        pre = "default"
+        logger.warning(
+            "the file doesn't say how its tokenizer splits texts (tokenizer.ggml.pre): they are "
+            "split like GPT-2's, which gives other tokens for most models. Convert it again, or "
+            "take another"
+        )
     if pre not in SPLITS:
-        raise NotDescribed(f"a tokenizer whose text is split like {pre!r}")
+        raise InvalidInput(
+            f"its tokenizer splits texts like {pre!r} (tokenizer.ggml.pre), which is not known; "
+            f"known: {', '.join(sorted(SPLITS))}. Take the model's folder instead"
+        )
     vocab = {token: i for i, token in enumerate(tokens)}
     backend = _backend(vocab, _stored_merges(of), ignore_merges=pre in WHOLE_WORDS)
     split, plain = SPLITS[pre], pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -128,7 +205,9 @@ def _byte_level(of: dict[str, Any], tokens: list[str]) -> Backend:
     return backend
 
 
-def _sentence_piece(of: dict[str, Any], tokens: list[str], architecture: str) -> Backend:
+def _sentence_piece(
+    of: dict[str, Any], tokens: list[str], unknown: str | None, architecture: str
+) -> Backend:
     gemma = architecture.startswith("gemma")
     if gemma:  # several spaces are stored as such, and the order of tokens is that of merges
         tokens = [
@@ -140,7 +219,6 @@ def _sentence_piece(of: dict[str, Any], tokens: list[str], architecture: str) ->
         if len(worth) != len(tokens):
             raise InvalidInput(f"the tokenizer has {len(tokens)} tokens and {len(worth)} scores")
     vocab = {token: i for i, token in enumerate(tokens)}
-    unknown = _token(of, tokens, "unknown")
     merges = _stored_merges(of) if of["model"] == "gemma4" else _merges(vocab, worth)
     backend = _backend(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     prefix = of.get("add_space_prefix", not gemma)

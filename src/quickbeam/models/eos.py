@@ -1,0 +1,86 @@
+"""The tokens that end an answer: those that a model's files name, and those of known texts.
+
+Many files name one token alone, or the wrong one: a chat model's configuration may lack the token
+that ends a document, a base model's the one that ends a turn. The known texts are those at which
+llama.cpp ends an answer (`llama-vocab.cpp`). They hold for every model, so the same model ends at
+the same tokens from a folder and from a `.gguf` file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+# of a turn
+TURN_ENDS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
+    *("<end_of_turn>", "<turn|>", "<|eom_id|>", "<|eot|>", "<EOT>", "_<EOT>", "[EOT]"),
+    *("<end_of_utterance>", "<|tool_response>", "[e~["),
+)
+# of a text
+TEXT_ENDS = (
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"),
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
+# behind what a model fills in, and between files and repositories
+FILE_ENDS = (
+    *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
+)
+KNOWN_ENDS = {*TURN_ENDS, *TEXT_ENDS, *FILE_ENDS}
+CONTROL = ("<|", "<\uff5c")  # how the texts of control tokens begin
+# tokens that don't end an answer where a vocabulary holds all of the others
+INNER = (
+    ("<|end|>", {"<|return|>", "<|call|>"}),  # gpt-oss ends each message of a turn with it
+    ("<|end|>", {"<|calls|>", "<|flush|>"}),
+    ("</s>", {"<|tool_response>"}),  # Gemma 4 writes HTML with it
+)
+
+
+def known_eos_ids(tokenizer: Any) -> set[int]:
+    """Return the ids of a tokenizer's special tokens whose text is a known end.
+
+    Special are added tokens that are marked so, that are written like control tokens, and that the
+    chat template writes. Other tokens of these texts are text, such as Gemma's `</s>`.
+    """
+    template = getattr(tokenizer, "chat_template", None) or ""
+    template = template if isinstance(template, str) else " ".join(template.values())
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    ids = {
+        token.content: int(i)
+        for i, token in added.items()
+        if token.content in KNOWN_ENDS
+        and (token.special or token.content.startswith(CONTROL) or token.content in template)
+    }
+    inner = {text for text, others in INNER if others <= ids.keys()}
+    return {i for text, i in ids.items() if text not in inner}
+
+
+def eos_ids(*owners: Any) -> set[int]:
+    """Return every id that owners name as `eos_token_id`: one, or a list.
+
+    Each owner is an object or a mapping, or None: a generation config, a config, a tokenizer.
+    """
+    every: set[int] = set()
+    for owner in owners:
+        ids = (
+            owner.get("eos_token_id")
+            if isinstance(owner, Mapping)
+            else getattr(owner, "eos_token_id", None)
+        )
+        listed = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+        known = {one for one in listed if type(one) is int and one >= 0}
+        every |= known
+        if len(known) < len(set(map(repr, listed))):
+            logger.warning("eos_token_id %r: no number of a token, and left out", ids)
+    return every
+
+
+def model_eos_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Return every id that ends an answer of a model of transformers."""
+    config = model.config.get_text_config()
+    named = eos_ids(getattr(model, "generation_config", None), config, tokenizer)
+    return named | known_eos_ids(tokenizer)
