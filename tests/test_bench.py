@@ -339,7 +339,7 @@ def test_bad_input_is_refused_before_loading(invoke):
         ("--methods nope", "unknown method 'nope'"),
         ("--questions /none.jsonl", "/none.jsonl"),
         ("--json /none/out.json", "--json /none/out.json"),
-        ("--temperature -1", "temperature=-1.0"),
+        ("--temperature -1", "--temperature -1.0"),
         ("--budget x", "--budget 'x'"),
         ("--max-tokens 1", "--max-tokens"),
         ("--methods ar,hf --presence-penalty 1", "--presence-penalty: hf takes no such option"),

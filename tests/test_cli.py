@@ -3,6 +3,7 @@ one."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from quickbeam.errors import QuickbeamError
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import METHODS
 from quickbeam.params import SamplingParams
+from scripts import cli
 
 
 @pytest.fixture
@@ -142,7 +144,7 @@ def test_json_is_the_completion_and_ctrl_c_and_errors_keep_what_was_produced(run
 
 BAD = {
     "generate hi --method lgitspec": ["unknown method 'lgitspec'", *METHODS],
-    "generate hi --temperature -1": ["temperature=-1.0", "at least 0"],
+    "generate hi --temperature -1": ["--temperature -1.0", "at least 0"],
     "generate hi --dtype int8": ["--dtype", "bfloat16", "float32"],
     "generate hi --budget 0": ["--budget '0'", "auto"],
     "generate hi --raw --system x": ["--system", "--raw"],
@@ -152,12 +154,12 @@ BAD = {
     "generate hi --json-schema missing.json": ["--json-schema missing.json", "No such file"],
     "generate hi --lark .": ["--lark .", "directory"],
     "generate \udcff": ["not UTF-8"],
-    "generate": ["prompt"],
+    "generate": ["PROMPT"],
     "generate hi --nonsense": ["--nonsense"],
     "gnerate": ["gnerate"],
     "pull nope": ["unknown embedded model 'nope'", "smollm2-135m"],
     "generate hi --method pld --drafter small": ["--drafter small", "'pld' drafts without"],
-    "chat --min-p 2": ["min_p=2.0"],
+    "chat --min-p 2": ["--min-p 2.0"],
     "chat --method dyspec --model other": ["method 'dyspec' drafts with a model", "--drafter"],
     "generate hi --model folder/config.json": ["is a file", ".gguf", "folder"],
     "bench --model ./nope": ["no such model folder or file: ./nope"],
@@ -169,6 +171,51 @@ BAD = {
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input_is_one_line_and_exit_code_2(run, line):
     refused(run(*line.split()), 2, *BAD[line])
+
+
+WORDS = {
+    "generate hi --max-tokens 0": "Invalid value for '--max-tokens'",
+    "generate hi --max-tokens 4 --min-tokens 9": "--min-tokens 9: must be an integer between 0 and "
+    "--max-tokens 4",
+    "generate hi --top-p 0": "--top-p 0.0: must be",
+    "generate hi --stop-token-id -3": "--stop-token-id (-3,): must be",
+    "generate hi --logprobs 1000 --json": "--logprobs 1000: must be",
+    "generate hi --budget few": "--budget 'few': must be",
+    "generate hi --dtype float16 --memory much": "--memory 'much': must be a size of memory",
+    "generate hi --kv-memory 2XB": "--kv-memory '2XB': must be a size of memory",
+    "generate hi --memory-of-answers x": "--memory-of-answers 'x': must be a size of memory",
+    "serve --port 70000": "--port 70000: must be",
+    "serve --max-body 2XB": "--max-body '2XB': must be a size of memory",
+    "serve --max-waiting 0": "--max-waiting 0: must be",
+    "bench --max-tokens 1": "--max-tokens 1: must be",
+}
+
+
+@pytest.mark.parametrize("line", WORDS)
+def test_errors_speak_of_options_and_not_of_fields(monkeypatch, line):
+    result = cli(*line.split())
+    refused(result, 2, WORDS[line])
+    assert not re.search(r"\w=|[a-z]_[a-z]", result.stderr)
+
+
+CLOSE = {
+    "generate hi --method lgitspec": "logitspec",
+    "generate hi --method Auto": "auto",
+    "bench --methods ar,dynspec": "dynaspec",
+    "bench throughput --methods hfpld": "hf-pld",
+    "generate hi --method dyspec --vocab ruoter": "router",
+    "pull smollm": "smollm2-135m",
+    "genrate hi": "generate",
+}
+
+
+@pytest.mark.parametrize("line", CLOSE)
+def test_the_closest_name_is_suggested(run, line):
+    refused(run(*line.split()), 2, f"id you mean '{CLOSE[line]}'?")
+
+
+def test_no_name_is_suggested_where_none_is_close(run):
+    assert "did you mean" not in run("generate", "hi", "--method", "medusa").stderr
 
 
 def test_bad_input_and_failures_are_one_line(run, monkeypatch):
@@ -184,16 +231,57 @@ def test_bad_input_and_failures_are_one_line(run, monkeypatch):
         CliRunner().invoke(app, ["generate", "crash"], catch_exceptions=False)
 
 
-def test_there_is_help_without_a_command_and_for_every_option(run):
+def commands(command, path=()):
+    """Every command of the command line, with the words that name it."""
+    yield path, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*path, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+every_command = pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+
+
+def test_there_is_help_without_a_command(run):
     shown = run()
     assert shown.exit_code == 0 and shown.stdout == run("--help").stdout != ""
+    assert len(COMMANDS) == 12
 
-    def visit(command):
-        for option in command.params:
-            assert option.name == "help" or option.help, (command.name, option.name)
-        return 1 + sum(map(visit, getattr(command, "commands", {}).values()))
 
-    assert visit(typer.main.get_command(app)) == 12
+@every_command
+def test_help_fits_80_columns_and_nothing_is_cut(run, monkeypatch, path):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run(*path, "--help").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "..." not in shown.replace("[ARGS]...", "")
+    for name, below in getattr(COMMANDS[path], "commands", {}).items():
+        summary = " ".join(below.help.split()).partition(". ")[0].rstrip(".")
+        assert f"  {name:8}  {summary}." in shown
+
+
+# words that point to another option, which a reader may not have seen
+POINTING = ("The same", "Of ", "Them", "They", "It ", "That ", "This ", "These ", "Those ")
+
+
+@every_command
+def test_every_option_has_a_text_that_can_be_read_alone(path):
+    for option in COMMANDS[path].params:
+        text = " ".join((option.help or "").split())
+        assert option.name == "help" or text.endswith((".", "].")), option.name
+        assert not text.startswith(POINTING), (option.name, text)
+        assert not re.search(r"\b(them|that is)\.? ?(Default|$)", text), (option.name, text)
+        assert not re.search(r"`?[a-z]+_[a-z]+`", text), (option.name, text)
+
+
+@every_command
+def test_what_most_people_use_comes_first_and_the_rest_in_groups(run, path):
+    options = [one for one in COMMANDS[path].params if one.param_type_name == "option"]
+    headings = [getattr(one, "rich_help_panel", None) or "Options" for one in options]
+    shown = [line.strip(":") for line in run(*path, "--help").stdout.splitlines() if line[:1] > " "]
+    assert [one for one in shown if one in headings] == list(dict.fromkeys(["Options", *headings]))
+    if len(options) > 12:
+        assert 5 <= headings.count("Options") <= 12
+        assert max(headings.count(one) for one in headings) <= 16
 
 
 def test_chat_remembers_until_reset(run):

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from quickbeam.cache import Progress, alone, cache_folder, folder_bytes, is_complete, sweep
-from quickbeam.errors import InvalidInput, QuickbeamError, first_line
+from quickbeam.errors import InvalidInput, QuickbeamError, did_you_mean, first_line
 from quickbeam.mtp import MTP, has_mtp
 
 DEFAULT = "smollm2-135m"
@@ -174,7 +174,8 @@ def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
     Raises `InvalidInput` for another name, and `QuickbeamError` if download, check or disk fails.
     """
     if name not in EMBEDDED:
-        raise InvalidInput(f"unknown embedded model {name!r}; known: {', '.join(EMBEDDED)}")
+        hint = did_you_mean(name, EMBEDDED)
+        raise InvalidInput(f"unknown embedded model {name!r}; known: {', '.join(EMBEDDED)}{hint}")
     entry, folder = EMBEDDED[name], cache_folder() / name
 
     def fetch(work: Path) -> Path:

@@ -101,7 +101,8 @@ class LLM(Answering):
         if not isinstance(max_running, int) or max_running < 1:
             raise InvalidInput(f"max_running={max_running!r}: must be at least 1 answer at a time")
         remembered = _remembered(memory_of_answers, keep, model or hub.DEFAULT)
-        room, limit = (None if size is None else parse_bytes(size) for size in (kv_memory, memory))
+        room = None if kv_memory is None else parse_bytes(kv_memory, "kv_memory")
+        limit = None if memory is None else parse_bytes(memory, "memory")
         torch_dtype, place = wanted_dtype(dtype), pick_device(device)
         for one in [weights] if draft_weights is None else [weights, draft_weights]:
             refuse_place(check_weights(one), place, torch_dtype)
@@ -137,7 +138,8 @@ def _remembered(size: int | str, keep: str | Path | None, model: str) -> AnswerM
         if keep is not None:
             raise InvalidInput(f"keep={str(keep)!r}: a memory of answers of 0 keeps none")
         return None
-    return AnswerMemory(parse_bytes(size), None if keep is None else Path(keep), model)
+    most = parse_bytes(size, "memory_of_answers")
+    return AnswerMemory(most, None if keep is None else Path(keep), model)
 
 
 def prepare_kernels(place: torch.device, dtype: torch.dtype | None, progress: Any = None) -> None:

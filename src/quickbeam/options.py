@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, did_you_mean
 from quickbeam.params import COUPLED, SamplingParams
 
 FULL, FREQUENCY, CLUSTERS, ROUTER, BESIDE = "full", "frequency", "clusters", "router", "+context"
@@ -65,7 +65,8 @@ class Setting(NamedTuple):
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise `InvalidInput` for an unknown option."""
     for option in options.keys() - Options.__annotations__.keys():
-        what = f"known: {', '.join(Options.__annotations__)}"
+        known = Options.__annotations__
+        what = f"known: {', '.join(known)}{did_you_mean(option, known)}"
         if option in SamplingParams.__dataclass_fields__:
             what = f"give it in SamplingParams({option}=…)"
         raise InvalidInput(f"unknown option '{option}'; {what}")
@@ -90,6 +91,7 @@ def check_vocab(vocab: str, size: int | None = None) -> None:
     if plain_vocab(vocab) not in (*VOCABS, SHORTENED):
         raise InvalidInput(
             f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}"
+            f"{did_you_mean(vocab, VOCABS)}"
         )
     if plain_vocab(vocab) == FULL and size is not None:
         raise InvalidInput(
@@ -98,10 +100,10 @@ def check_vocab(vocab: str, size: int | None = None) -> None:
         )
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, name: str) -> int:
     """Return the bytes that a number or a text such as `2GB` or `512 MiB` means.
 
-    Raises `InvalidInput` for other texts, and for less than one byte.
+    Raises `InvalidInput`, which calls the size `name`, for other texts and for less than one byte.
     """
     text = str(size).strip().upper()
     number = text.rstrip("KMGTIB ")
@@ -111,5 +113,5 @@ def parse_bytes(size: int | str) -> int:
     except (ValueError, KeyError, OverflowError):
         value = 0
     if value < 1:
-        raise InvalidInput(f"{size!r} is not a size of memory: give bytes, or as in 2GB or 512MiB")
+        raise InvalidInput(f"{name}={size!r}: must be a size of memory, as 2GB, 512MiB or bytes")
     return value

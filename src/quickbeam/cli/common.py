@@ -39,31 +39,39 @@ class ModelOptions:
     model: str | None = field(
         default=None,
         metadata={
-            "help": f"Folder, .gguf file, Hugging Face id or embedded name. Default: {hub.DEFAULT}."
+            "help": "Folder, .gguf file, Hugging Face id or embedded name. "
+            f"Default: {hub.DEFAULT}.",
+            "common": True,
         },
     )
     budget: str | None = field(default=None, metadata={"metavar": "N|auto"})
-    """Nodes of a draft tree; auto: as many as pay, by measured cost. Default: the method's own."""
-    drafter: str | None = None
-    """A smaller model, a feature or block drafter, or mtp, a head in the
-    files of the model itself, for the methods that draft with one."""
-    vocab: str | None = field(default=None, metadata={"metavar": "|".join(VOCABS)})
-    """Which part of the vocabulary a feature or block drafter scores. Default: the method's
+    """Most nodes of a draft tree; auto: as many as pay, by measured cost. Default: the method's
     own."""
-    shortlist: int | None = field(default=None, metadata={"metavar": "SIZE"})
-    """About how many tokens that is. Default: frequency a quarter of the vocabulary, clusters an
-    eighth, router a sixteenth."""
+    drafter: str | None = field(default=None, metadata={"metavar": "MODEL", "common": True})
+    """What drafts, for the methods that draft with a model: a smaller model, a feature or block
+    drafter, or mtp, a head in the files of the model itself."""
+    vocab: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "NAME",
+            "help": "Which part of the vocabulary a feature or block drafter scores: "
+            f"{', '.join(VOCABS)}. Default: the method's own.",
+        },
+    )
+    shortlist: int | None = field(default=None, metadata={"metavar": "N"})
+    """About how many tokens of the vocabulary a feature or block drafter scores. Default: with
+    --vocab frequency a quarter of them, clusters an eighth, router a sixteenth."""
     dtype: str = field(
         default="bfloat16", metadata={"choices": ("bfloat16", "float16", "float32", "auto")}
     )
     """Number format of the weights; auto: the one in the model's configuration."""
-    weights: str = field(default="bfloat16", metadata={"choices": FORMATS})
+    weights: str = field(default="bfloat16", metadata={"choices": FORMATS, "common": True})
     """Quantise the weights (on a CPU): int8 reads half the bytes of bfloat16, int4 a third."""
     draft_weights: str | None = field(default=None, metadata={"choices": FORMATS})
-    """The same of a smaller model that drafts. Default: as the model's."""
+    """Quantise the weights of a smaller model that drafts. Default: as --weights."""
     memory: str | None = field(default=None, metadata={"metavar": "SIZE"})
-    """For the weights, as in 2GB: the rest is read from disk in every pass (CUDA: from host
-    memory). Default: all in memory."""
+    """Memory for the weights, as in 2GB. What exceeds it is read from disk in every pass (CUDA:
+    from host memory). Default: all weights stay in memory."""
     device: str | None = field(default=None, metadata={"choices": ("cpu", "cuda")})
     """Where the model runs. Default: cuda where there is one."""
     trust_remote_code: bool = False
@@ -86,15 +94,20 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class LoadOptions(ModelOptions):
-    """How a model is loaded to answer with a method."""
+    """How a model and its drafter are loaded, and what drafts are made of."""
 
     method: str = field(
-        default="auto", metadata={"help": f"How tokens are drafted: {', '.join(METHODS)}."}
+        default="auto",
+        metadata={
+            "metavar": "NAME",
+            "help": f"How tokens are drafted: {', '.join(METHODS)}.",
+            "common": True,
+        },
     )
     memory_of_answers: str = field(default="64MB", metadata={"metavar": "SIZE"})
     """Memory for prompts and answers that are over, which later answers draft from; 0 for none."""
     keep: str | None = field(default=None, metadata={"metavar": "FILE"})
-    """Keep them in this file from one run to the next."""
+    """File that keeps the prompts and answers of --memory-of-answers from one run to the next."""
 
     def check(self) -> None:
         """Raise `InvalidInput` for what can be seen to be wrong before PyTorch is imported."""
@@ -133,14 +146,14 @@ def check_models(*names: str | None) -> None:
 class ReplicaOptions:
     """How many answers are computed at a time, and whether by replicas on Ray."""
 
-    max_running: int = field(default=32, metadata={"min": 1})
-    """Answers made side by side."""
+    max_running: int = field(default=32, metadata={"min": 1, "common": True})
+    """Most answers that are computed at the same time; further ones wait."""
     ray: bool = False
     """Answer by replicas of the model on Ray, on this machine or a cluster."""
     replicas: int = field(default=1, metadata={"min": 1})
-    """With --ray: how many."""
+    """Replicas of the model, with --ray."""
     threads: int = field(default=1, metadata={"min": 1})
-    """With --ray: of each replica."""
+    """Threads that each replica computes with, with --ray."""
 
     def check(self, loading: LoadOptions) -> None:
         """Raise `InvalidInput` for options that don't fit one another, or can't be loaded here."""

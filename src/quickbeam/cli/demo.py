@@ -70,14 +70,17 @@ class SourcedAnswer(NamedTuple):
 class DemoOptions:
     """What is shown."""
 
-    max_tokens: int = field(default=160, metadata={"min": 1})
+    max_tokens: int = field(default=160, metadata={"min": 1, "common": True})
     """Longest answer, in tokens."""
-    svg: Path | None = field(default=None, metadata={"metavar": "OUT.svg"})
-    """Draw what is shown here, as a picture."""
+    svg: Path | None = field(default=None, metadata={"metavar": "OUT.svg", "common": True})
+    """File that also gets what is shown, as a picture."""
 
 
 def demo(loading: LoadOptions, given: DemoOptions) -> None:
-    """Answer two prompts plainly and speculatively, and show both answers with their speed."""
+    """Answer two prompts without and with drafts, side by side.
+
+    Both answers are shown with their speed.
+    """
     if given.svg is not None:
         check_output("--svg", given.svg)
     silent = replace(loading, memory_of_answers="0", keep=None)  # both answer the same prompts

@@ -156,7 +156,10 @@ def look(check: Callable[[], Finding]) -> Finding:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON record.")] = False,
 ) -> None:
-    """Look at the machine: what is slow here and why. Exit code 1 where models can't run."""
+    """Say what makes quickbeam slow or unable to run here.
+
+    Exit code 1 where models can't run.
+    """
     findings = {check.__name__: look(check) for check in CHECKS}
     can_run = all(finding.status != PROBLEM for finding in findings.values())
     if as_json:
@@ -174,14 +177,21 @@ class PullOptions:
 
     name: str = field(
         default=hub.DEFAULT,
-        metadata={"argument": True, "help": f"One of: {', '.join(hub.EMBEDDED)}."},
+        metadata={
+            "argument": True,
+            "metavar": "NAME",
+            "help": f"Embedded model to fetch, one of: {', '.join(hub.EMBEDDED)}.",
+        },
     )
-    list: bool = False
-    """Fetch nothing: say what is in the cache."""
+    list: bool = field(default=False, metadata={"common": True})
+    """Fetch nothing: say which models there are, and what is in the cache."""
 
 
 def pull(given: PullOptions) -> None:
-    """Fetch an embedded model into the cache, unless it is there, and print its folder."""
+    """Fetch an embedded model into the cache.
+
+    Its folder is printed. What is there already is not fetched again.
+    """
     if given.list:
         for name, entry in hub.EMBEDDED.items():
             size = hub.pulled_bytes(name)

@@ -40,9 +40,9 @@ HELP = (
 class ChatOptions:
     """How the model is spoken to."""
 
-    system: str | None = None
-    """System message put before the conversation."""
-    verbose: bool = field(default=False, metadata={"option": "--verbose -v"})
+    system: str | None = field(default=None, metadata={"common": True})
+    """System message before the conversation."""
+    verbose: bool = field(default=False, metadata={"option": "--verbose -v", "common": True})
     """Say more about how answers were made."""
 
 
@@ -50,21 +50,24 @@ class ChatOptions:
 class GenerateOptions(ChatOptions):
     """What is answered, and what is written."""
 
-    prompt: str = field(metadata={"argument": True})
+    prompt: str = field(metadata={"argument": True, "metavar": "PROMPT"})
     """The text to answer; - reads standard input."""
     raw: bool = False
     """Continue the text as it is, without the chat template."""
-    json: bool = False
+    json: bool = field(default=False, metadata={"common": True})
     """Print one JSON record instead of the text."""
     trace: Path | None = field(default=None, metadata={"metavar": "FILE.json"})
-    """Write every step's draft tree here, for `quickbeam inspect`."""
+    """File that gets every step's draft tree, for `quickbeam inspect`."""
 
 
 def generate(
-    asked: GenerateOptions, loading: LoadOptions, params: SamplingParams, wanted: GrammarOptions
+    loading: LoadOptions, params: SamplingParams, asked: GenerateOptions, wanted: GrammarOptions
 ) -> None:
-    """Answer one prompt: text on stdout as it is made, statistics on stderr. Ctrl-C and an error
-    keep the answer so far."""
+    """Answer one prompt.
+
+    The text goes to stdout as it is made, statistics to stderr. Ctrl-C and an error keep the answer
+    so far.
+    """
     if asked.raw and asked.system is not None:
         raise InvalidInput(
             "--system goes through the chat template, which --raw skips: leave one of them out"
@@ -115,8 +118,11 @@ def read(prompt: str) -> str:
     return text
 
 
-def chat(given: ChatOptions, loading: LoadOptions, params: SamplingParams = LONGER) -> None:
-    """Talk with the model. /help lists what can be typed; lines may also come from a pipe."""
+def chat(loading: LoadOptions, given: ChatOptions, params: SamplingParams = LONGER) -> None:
+    """Talk with the model.
+
+    /help lists what can be typed; lines may also come from a pipe.
+    """
     with loading.load() as llm:  # closing it writes what --keep keeps
         talk(llm, given, params)
 

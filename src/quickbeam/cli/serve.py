@@ -36,8 +36,9 @@ AHEAD = 2  # requests under way for each answer that is computed at a time
 class ServeOptions:
     """What is served, and how it starts."""
 
-    served_name: Sequence[str] = field(default=(), metadata={"metavar": "NAME"})
-    """What clients call the model, and other names for it."""
+    served_name: Sequence[str] = field(default=(), metadata={"metavar": "NAME", "common": True})
+    """Name of the model for clients, and other names for it. Default: the name that it is loaded
+    by."""
     share_prefixes: bool = True
     """Share the computed beginning of prompts that begin alike."""
 
@@ -45,8 +46,10 @@ class ServeOptions:
 def serve(
     loading: LoadOptions, settings: ServeSettings, replicas: ReplicaOptions, given: ServeOptions
 ) -> None:
-    """Serve a model over HTTP to OpenAI's clients; a page to try it is at /. Ctrl-C or SIGTERM
-    finishes what is under way."""
+    """Serve a model over HTTP to OpenAI's clients.
+
+    A page to try it is at /. Ctrl-C or SIGTERM finishes what is under way.
+    """
     replicas.check(loading)
     if settings.default_temperature is not None:
         SamplingParams(temperature=settings.default_temperature)  # raises if it is not valid
@@ -99,16 +102,18 @@ class BatchFiles:
     """What is answered, and where answers go."""
 
     source: Path = field(metadata={"argument": True, "metavar": "IN.jsonl"})
-    """A request a line: OpenAI's batch format, or messages or prompt with parameters beside."""
+    """File of requests, one a line: OpenAI's batch format, or messages or prompt with parameters
+    beside."""
     output: Path = field(metadata={"argument": True, "metavar": "OUT.jsonl"})
-    """Answers, as they come. What is there already is not asked again."""
-    served_name: str | None = field(default=None, metadata={"metavar": "NAME"})
-    """What requests call the model."""
+    """File of answers, as they come. What it answers already is not asked again."""
+    served_name: str | None = field(default=None, metadata={"metavar": "NAME", "common": True})
+    """Name of the model in the requests. Default: the name that it is loaded by."""
 
 
 def batch(files: BatchFiles, loading: LoadOptions, replicas: ReplicaOptions) -> None:
-    """Answer a file of requests. Broken off at any moment, the same command goes on: no answer is
-    lost, and none is made twice.
+    """Answer a file of requests.
+
+    Broken off at any moment, the same command goes on: no answer is lost, and none is made twice.
 
     Exit code 1: some requests could not be answered; their records say why.
     """

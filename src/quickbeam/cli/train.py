@@ -20,21 +20,25 @@ METHODS = "ar,logitspec,dyspec:4,dyspec,auto"
 
 @dataclass(frozen=True)
 class StageOptions:
-    """Which stages are carried out."""
+    """Which stages are carried out, and what the bench at the end asks."""
 
-    only: str | None = field(default=None, metadata={"choices": ("text", "drafter", "shortlist")})
-    """Write text alone; train a drafter on the text that is there, which another process may add to
-    meanwhile; or make the shortlist of a feature drafter (EAGLE) that is there. Default: text, a
-    block drafter, and a bench."""
+    only: str | None = field(
+        default=None, metadata={"choices": ("text", "drafter", "shortlist"), "common": True}
+    )
+    """Carry out one stage. text: write text; drafter: train on the text that is there, which
+    another process may add to meanwhile; shortlist: make the shortlist of a feature drafter (EAGLE)
+    that is there. Default: write text, train a block drafter, and measure it."""
     limit: int = field(default=12, metadata={"min": 1})
     """Questions of the bench at the end."""
     max_tokens: int = field(default=64, metadata={"min": 3})
-    """Longest answer of the bench."""
+    """Longest answer of the bench at the end, in tokens."""
 
 
 def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: StageOptions) -> None:
-    """Make a block drafter for a model, from text that the model writes itself; then measure how
-    fast the methods are with it. Draft with it by --drafter OUT.
+    """Make a drafter for a model from text that the model writes.
+
+    It is a block drafter. At the end a bench says how fast the methods are with it. Draft with it
+    by --drafter OUT.
 
     Ctrl-C or a kill loses at most a minute; the same command goes on. OUT also holds the figures:
     training.json, log.jsonl, bench.json.
