@@ -16,10 +16,11 @@ import typer
 from typer.testing import CliRunner
 
 import fake_llm
+from quickbeam import hub
 from quickbeam.cli.app import app
-from quickbeam.cli.common import loading_progress, save, statistics_line
+from quickbeam.cli.common import loading_progress, save, statistics_text
 from quickbeam.cli.demo import EXAMPLES
-from quickbeam.engine.result import Completion, Statistics
+from quickbeam.engine.result import Completion, SourceCount, Statistics
 from quickbeam.errors import QuickbeamError
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import METHODS
@@ -63,16 +64,34 @@ def test_generate_streams_text_and_then_statistics(run):
 
 
 def test_verbose_says_how_an_answer_was_made(run):
-    line = (
-        "[auto] 2 tokens, 2.0 tokens/s, 1.00 tokens a step, 1 steps, prefill 0.25 s, ngram 3 of 8 "
-        "drafted accepted, not bit-identical, kernels: scripted\n"
+    lines = (
+        "[auto] 2 tokens, 2.0 tokens/s, 1.00 tokens a step\n"
+        "  1 steps, prefill 0.25 s\n"
+        "  drafts accepted: ngram 3 of 8\n"
+        "  not bit-identical to plain decoding, kernels: scripted\n"
     )
-    assert run("generate", "hello", "--verbose").stderr == line
-    assert run("chat", "--verbose", input="hello\n").stderr.endswith(line)
+    assert run("generate", "hello", "--verbose").stderr == lines
+    assert run("chat", "--verbose", input="hello\n").stderr.endswith(lines)
     completion = Completion("a", [1], "length", Statistics(1, 1, 0.5), method="ar", seed=7)
-    line = statistics_line(completion, "k", verbose=True)
-    assert line.startswith("[ar] 1 tokens (length), ")
-    assert line.endswith(", seed 7, not bit-identical, kernels: k")
+    text = statistics_text(completion, "k", verbose=True)
+    assert text.startswith("[ar] 1 tokens (length), ") and ", seed 7\n" in text
+
+
+def test_where_the_drafter_is_too_slow_it_says_what_was_done_instead():
+    def said(calls, **drafted):
+        sources = {name: SourceCount(count, 0) for name, count in drafted.items()}
+        given = Statistics(9, steps=20, drafter_calls=calls, sources=sources)
+        return statistics_text(Completion("a", [1], "stop", given), "k").splitlines()[1:]
+
+    faster = "faster here than the drafter"
+    assert said(1, drafter=3, ngram=5, last_logits=2, answers=0) == [
+        f"  drafted from the text and last logits: {faster}"
+    ]
+    every = said(1, drafter=3, ngram=5, last_logits=2, answers=1)
+    assert every == [f"  drafted from the text, last logits and earlier answers: {faster}"]
+    assert max(map(len, every)) <= 90
+    assert said(1, drafter=3) == said(0, drafter=0) == [f"  decoded without drafts: {faster}"]
+    assert said(19, drafter=30, ngram=1) == said(0, ngram=5) == []
 
 
 def test_every_option_arrives(run):
@@ -359,6 +378,28 @@ def test_ctrl_c_while_the_command_line_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True)
     assert (done.returncode, done.stderr) == (130, b"")
+
+
+def test_without_a_terminal_what_happens_once_is_a_line(run, capsys, monkeypatch):
+    with loading_progress(None) as report:
+        for stage in ("loading smollm2-135m", "downloading it (9 MB, once)", "converting it, once"):
+            report(stage, None)
+            report(stage, 0.5)
+    assert capsys.readouterr().err == "downloading it (9 MB, once)\nconverting it, once\n"
+    with loading_progress("folder", "some/drafter"):
+        pass
+    assert capsys.readouterr().err == "downloading some/drafter from the Hugging Face hub\n"
+    for name in (None, "folder", "mtp"):
+        with loading_progress(name):
+            pass
+    assert capsys.readouterr().err == ""
+
+    def pull(name, progress):
+        progress(f"downloading {name} (93 MB, once)", None)
+        return Path("there")
+
+    monkeypatch.setattr(hub, "pull", pull)
+    assert run("pull").stderr == "downloading smollm2-135m (93 MB, once)\n"
 
 
 def test_warnings_of_loading_are_shown(run, capsys):

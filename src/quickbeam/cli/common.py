@@ -1,5 +1,5 @@
 """What commands share: how models are loaded and answers constrained, checked before PyTorch is
-imported, which takes seconds; progress, showing a stream, records, the line of statistics."""
+imported, which takes seconds; progress, showing a stream, records, statistics of an answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from quickbeam import cache, hub
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import METHODS, preset, stand_in
+from quickbeam.mtp import MTP
 from quickbeam.options import VOCABS, Budget, check_vocab
 
 if TYPE_CHECKING:
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     from quickbeam.llm import LLM
 
 FORMATS = ("bfloat16", "int8", "int4")
+# the sources of drafted tokens, in words
+SOURCES = {
+    "ngram": "the text",
+    "drafter": "the drafter",
+    "last_logits": "last logits",
+    "recycling": "recycled logits",
+    "answers": "earlier answers",
+}
 # control characters, without tab and line end
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -221,16 +230,23 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def progress_bar(first: str, by_itself: bool = True) -> Iterator[cache.Progress]:
+def progress_bar(
+    first: str, by_itself: bool = True, written: bool = False
+) -> Iterator[cache.Progress]:
     """Show a line on stderr that says what is going on, and remove it at the end.
 
-    Yields the callback that changes the line. Where stderr is no terminal, nothing is shown. What
-    is written to stderr meanwhile stands above the line.
+    Yields the callback that changes the line. What is written to stderr meanwhile stands above the
+    line. Where stderr is no terminal, nothing is shown; if `written`, each stage but plain loading
+    is a line there: what is fetched, converted or compiled, which takes long and happens once.
     `by_itself`: whether a thread draws the line, or only the callback.
     """
+    console = stderr()
+    if not console.is_terminal:
+        yield written_stages() if written else hub.quiet
+        return
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
-    how: dict[str, Any] = {"transient": True, "redirect_stdout": False, "console": stderr()}
-    how |= {"disable": not how["console"].is_terminal, "auto_refresh": by_itself}
+    how: dict[str, Any] = {"transient": True, "redirect_stdout": False, "console": console}
+    how["auto_refresh"] = by_itself
     with Progress(*columns, TimeElapsedColumn(), **how) as bar:
         task = bar.add_task(first, total=None)
 
@@ -243,15 +259,31 @@ def progress_bar(first: str, by_itself: bool = True) -> Iterator[cache.Progress]
         yield report
 
 
+def written_stages() -> cache.Progress:
+    """Return a callback that writes each stage to stderr, once, in a line. Loading is none."""
+    seen = set[str]()
+
+    def report(stage: str, fraction: float | None) -> None:
+        if stage not in seen and not stage.startswith("loading"):
+            seen.add(stage)
+            say(stage)
+
+    return report
+
+
 @contextmanager
 def loading_progress(*names: str | None) -> Iterator[cache.Progress]:
     """Show on stderr that the models of these names are loaded; the first is the target's."""
-    known = (None, *hub.EMBEDDED)
-    if all(name in known or Path(name or "").expanduser().exists() for name in names):
-        with progress_bar(f"loading {names[0] or hub.DEFAULT}") as report:
+    known = (None, MTP, *hub.EMBEDDED)
+    absent = [name for name in names if name not in known and not hub.on_this_machine(name or "")]
+    if not absent:
+        with progress_bar(f"loading {names[0] or hub.DEFAULT}", written=True) as report:
             yield report
-    else:  # the Hugging Face hub's own bars show a download
-        yield lambda stage, fraction: None
+        return
+    # in a terminal the Hugging Face hub's own bars show a download
+    if not stderr().is_terminal:
+        say(f"downloading {' and '.join(map(str, absent))} from the Hugging Face hub")
+    yield hub.quiet
 
 
 def follow(
@@ -334,22 +366,46 @@ def save(option: str, path: Path, content: str | dict[str, Any]) -> None:
         raise QuickbeamError(f"{option} {path}: not written ({error.strerror})") from error
 
 
-def statistics_line(completion: Completion, kernels: str, verbose: bool = False) -> str:
-    """Return what an answer cost, in one line; `verbose`: for who compares methods or machines."""
+def statistics_text(completion: Completion, kernels: str, verbose: bool = False) -> str:
+    """Return what an answer cost, in a line, and what was done where the drafter is too slow.
+
+    `verbose`: with further lines, for who compares methods or machines.
+    """
     s = completion.statistics
     # an answer that ended by itself needs no word
     reason = f" ({completion.finish_reason})" if completion.finish_reason != "stop" else ""
     parts = [f"{s.new_tokens} tokens{reason}", f"{s.tokens_per_second:.1f} tokens/s"]
     parts.append(f"{s.mean_accepted_tokens:.2f} tokens a step")
+    lines = [f"[{completion.method}] {', '.join(parts)}"]
     if "drafter" in s.sources and s.steps > 8 * max(1, s.drafter_calls):
-        parts.append("the drafter does not pay here")
+        used = [SOURCES.get(name, name) for name, count in s.sources.items() if count.drafted]
+        others = [name for name in used if name != SOURCES["drafter"]]
+        instead = f"drafted from {listed(others)}" if others else "decoded without drafts"
+        lines.append(f"{instead}: faster here than the drafter")
     if verbose:
-        parts += [f"{s.steps} steps", f"prefill {s.prefill_seconds:.2f} s"]
-        if completion.seed is not None:
-            parts.append(f"seed {completion.seed}")
-        if s.head is not None and s.head.calls:
-            parts.append(f"drafter scored {s.head.tokens / s.head.calls:,.0f} tokens a call")
-        for name, count in s.sources.items():
-            parts.append(f"{name} {count.accepted} of {count.drafted} drafted accepted")
-        parts += ["bit-identical" if s.exact else "not bit-identical", f"kernels: {kernels}"]
-    return f"[{completion.method}] " + ", ".join(parts)
+        lines += more_statistics(completion, kernels)
+    return "\n  ".join(lines)
+
+
+def more_statistics(completion: Completion, kernels: str) -> list[str]:
+    """Return lines on how an answer was made."""
+    s = completion.statistics
+    seed = f", seed {completion.seed}" if completion.seed is not None else ""
+    lines = [f"{s.steps} steps, prefill {s.prefill_seconds:.2f} s{seed}"]
+    accepted = [
+        f"{name} {count.accepted} of {count.drafted}"
+        for name, count in s.sources.items()
+        if count.drafted
+    ]
+    if accepted:
+        lines.append(f"drafts accepted: {', '.join(accepted)}")
+    if s.head is not None and s.head.calls:
+        scored = s.head.tokens / s.head.calls
+        lines.append(f"the drafter scored {scored:,.0f} tokens of the vocabulary a call")
+    exact = "bit-identical" if s.exact else "not bit-identical"
+    return [*lines, f"{exact} to plain decoding, kernels: {kernels}"]
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return words as in `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

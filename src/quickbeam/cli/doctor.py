@@ -199,6 +199,6 @@ def pull(given: PullOptions) -> None:
             folder = cache_folder() / name
             print(f"{name}: {state}, {entry.license}\n  {entry.summary}\n  {folder}")
     else:
-        with progress_bar(f"looking for {given.name}") as report:
+        with progress_bar(f"looking for {given.name}", written=True) as report:
             folder = hub.pull(given.name, report)
         print(folder)

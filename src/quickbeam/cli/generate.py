@@ -19,7 +19,7 @@ from quickbeam.cli.common import (
     follow,
     save,
     say,
-    statistics_line,
+    statistics_text,
     strict_json,
     write,
 )
@@ -97,7 +97,7 @@ def generate(
     if asked.json:
         write(strict_json({**completion.to_json(), "kernels": kernels}) + "\n")
     elif not isinstance(broken, QuickbeamError):
-        say(statistics_line(completion, kernels, asked.verbose))
+        say(statistics_text(completion, kernels, asked.verbose))
     if asked.trace and trace:
         save("--trace", asked.trace, trace.to_json(completion, llm.tokenizer))
     if isinstance(broken, QuickbeamError):
@@ -152,7 +152,7 @@ def talk(llm: LLM, given: ChatOptions, params: SamplingParams) -> None:
             except InvalidInput as error:
                 say(f"error: {error}; /reset starts over")
                 continue
-            say(statistics_line(completion, llm.describe(), given.verbose))
+            say(statistics_text(completion, llm.describe(), given.verbose))
             if completion.text:  # else stopped before the first word: forget the question
                 messages = [*asked, {"role": "assistant", "content": completion.text}]
 
