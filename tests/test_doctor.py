@@ -105,9 +105,8 @@ def test_other_load_is_named(monkeypatch):
     monkeypatch.setattr(doctor, "usable_cores", lambda: 2)
     with_load(0.3, {}, OK, "load average 0.3 on 2 cores", "no other program is busy")
     with_load(2.5, {}, NOTE, "load average 2.5", "can't be seen from here")
-    with_load(
-        0.3, {"chrome": 1.26, "cc1plus": 0.4}, NOTE, "chrome (1.3 cores), cc1plus (0.4 cores)"
-    )
+    programs = {"chrome": 1.26, "cc1plus": 0.4}
+    with_load(0.3, programs, NOTE, "chrome (1.3 cores), cc1plus (0.4 cores)")
     many = {f"p{i}": 0.5 for i in range(8)}
     with_load(9.0, many, NOTE, "p4 (0.5 cores) and 3 more", "end them, or wait")
 

@@ -8,10 +8,11 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import typer
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from quickbeam import hub
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.run import Answer, check, read, run
-from quickbeam.cli.common import LoadOptions, ReplicaOptions, needs, say
+from quickbeam.cli.common import LoadOptions, ReplicaOptions, harmless, needs, say
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 from quickbeam.serve.settings import ServeSettings
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from quickbeam.serve.runner import Runner
 
 KEY = "QUICKBEAM_API_KEY"
+MOST_NAMED = 10  # lines of a batch that failed
+REASON = 200  # characters of the reason
 AHEAD = 2  # requests under way for each answer that is computed at a time
 
 
@@ -120,7 +123,8 @@ def batch(files: BatchFiles, loading: LoadOptions, replicas: ReplicaOptions) -> 
     if not files.source.is_file():
         raise InvalidInput(f"{files.source}: there is no such file")
     with Journal(files.output) as journal:
-        total = check(files.source, journal)
+        lines = check(files.source, journal)
+        total = len(lines)
         try:
             if len(journal.done) < total:
                 replicas.check(loading)
@@ -129,10 +133,29 @@ def batch(files: BatchFiles, loading: LoadOptions, replicas: ReplicaOptions) -> 
             done = f"{len(journal.done)} of {total} answers are in {files.output}"
             say(f"stopped: {done}; the same command goes on")
             raise typer.Exit(130) from None
-        failed = f", {journal.failed} of them errors" if journal.failed else ""
+        failed = f", {len(journal.failed)} of them errors:" if journal.failed else ""
         say(f"{len(journal.done)} of {total} answers are in {files.output}{failed}")
         if journal.failed:
+            say("\n".join(failures(journal.failed, lines)))
             raise typer.Exit(1)
+
+
+def failures(failed: Mapping[str, str], lines: Mapping[str, int]) -> list[str]:
+    """Return a text for each request that failed, in the order of its line, or the first ones.
+
+    `failed`: the reason, by `custom_id`. `lines`: the line of each request, by `custom_id`.
+    """
+    named = sorted(failed, key=lambda name: lines[name])
+    texts = list[str]()
+    for name in named[:MOST_NAMED]:
+        where, reason = f"line {lines[name]}", shorten(failed[name], REASON, placeholder=" …")
+        own = f" ({name})" if name != f"line-{lines[name]}" else ""
+        # a line that is no request says so itself
+        where = f"{where}{own}: " if not reason.startswith(where) else ""
+        texts.append(harmless(f"  {where}{reason}"))
+    if len(named) > MOST_NAMED:
+        texts.append(f"  and {len(named) - MOST_NAMED} more; their records say why")
+    return texts
 
 
 async def answer(
