@@ -37,6 +37,7 @@ from quickbeam.params import SamplingParams
 # what transformers' generate takes of an answer's parameters
 PEER_PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 MOST = 1024  # requests at a time
+WAITING = "ms to the first and to each further token; half (p50) or 95 % of requests are below"
 METHODS = (
     f"What is compared, comma-separated, each as {SYNTAX}. Names: {', '.join(NAMES)}; "
     f"vocabularies: {', '.join(VOCABS)}."
@@ -174,7 +175,7 @@ def throughput(
     if peer := next((item.name for item in items if item.is_peer), None):
         raise InvalidInput(f"--methods {peer}: answers one request at a time; leave it out")
     with loading_progress(target.model, target.drafter) as loading:
-        from quickbeam.bench.throughput import Run, by_load, fitting, measure, requests, table
+        from quickbeam.bench.throughput import Run, by_load, fitting, measure, requests, tables
 
         runners, name, _ = load_runners(items, target.arguments(), loading, load.raw)
     runner, runs = next(iter(runners.values())), list[Run]()
@@ -185,7 +186,7 @@ def throughput(
 
     def finish() -> None:
         if runs:
-            typer.echo(table(runs))
+            typer.echo("\n".join([*tables(runs), WAITING]))
             about["complete"] = len(runs) == load.rounds * len(loads) * len(items)
             report.save({**about, "concurrency": by_load(runs)})
         runner.llm.close()
