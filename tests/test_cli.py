@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 import fake_llm
 from quickbeam import hub
+from quickbeam.cli import train
 from quickbeam.cli.app import app
 from quickbeam.cli.common import loading_progress, save, statistics_text
 from quickbeam.cli.demo import EXAMPLES
@@ -25,6 +27,10 @@ from quickbeam.errors import QuickbeamError
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import METHODS
 from quickbeam.params import SamplingParams
+from quickbeam.train import stages
+from quickbeam.train.block import HeldOutMetrics
+from quickbeam.train.recipes import Plan
+from quickbeam.train.trainer import Report
 from scripts import cli
 
 
@@ -400,6 +406,29 @@ def test_without_a_terminal_what_happens_once_is_a_line(run, capsys, monkeypatch
 
     monkeypatch.setattr(hub, "pull", pull)
     assert run("pull").stderr == "downloading smollm2-135m (93 MB, once)\n"
+
+
+@pytest.mark.parametrize(("mat", "gains"), [(1.0, False), (1.29, False), (2.5, True)])
+def test_training_says_where_the_drafter_gains_nothing_yet(monkeypatch, capsys, mat, gains):
+    held = HeldOutMetrics([0.412] * 12, [0.1] * 12, mat, 1.0)
+    report = Report(9, 1234, 0.001, 12.3456, 99.9, 5.0, held)
+    trainer = SimpleNamespace(total=8000, report_every=300.0)
+
+    class Stage:
+        def __init__(self, plan):
+            self.trainer = trainer
+
+        def run(self, trained):
+            trained(report)
+            return held
+
+    monkeypatch.setattr(stages, "BlockStage", Stage)
+    train.make_drafter(Plan(None, Path("out"), tokens=2000))
+    said = capsys.readouterr().err
+    assert max(map(len, said.splitlines())) <= 90
+    assert "0.1%: loss 12.346, agreement 0.41" in said and "0.41 …" in said
+    assert ("gains nothing yet" in said) != gains
+    assert gains or ("--tokens (now 2,000)" in said and "--epochs (now 4)" in said)
 
 
 def test_warnings_of_loading_are_shown(run, capsys):
