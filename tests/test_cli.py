@@ -314,9 +314,10 @@ def test_chat_remembers_until_reset(run):
     result = run("chat", "--system", "Be kind.", input=typed)
     assert (result.exit_code, result.stdout) == (0, "one two\n" * 3)
     assert fake_llm.CALLS[-1][2].max_tokens == 512  # the command's own default
-    assert result.stderr.startswith("the default, method auto. /reset forgets")
+    assert result.stderr.startswith("the default, method auto\n/reset forgets")
+    assert max(map(len, result.stderr.splitlines())) <= 80
     assert result.stderr.count("tokens a step") == 3
-    assert "unknown command /what" in result.stderr
+    assert "unknown command /what; /help lists what there is\n" in result.stderr
     opening = ("system", "Be kind.")
     assert [messages for kind, messages, _ in fake_llm.CALLS if kind == "chat"] == [
         [opening, ("user", "first")],

@@ -158,8 +158,8 @@ def footer(results: Results) -> list[str]:
     lines = [
         f"prompts: {len(results.trials)}; speed-up over {results.reference}: of decoding alone, "
         "without reading prompts",
-        "ms a step: draft (in calls of the drafter: drafter), verify, rest; ms a prompt: prompt",
-        "a step: nodes, calls of the drafter, experts read",
+        "ms a step: draft (drafter: in the drafter's calls), verify, rest; prompt: ms a prompt",
+        "counts a step: nodes, calls of the drafter, experts read",
     ]
     if left := [name for name in results.methods if name not in results.compared]:
         which = "no outputs are" if results.reference in left else f"{', '.join(left)}: not"

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 LONGER = SamplingParams(max_tokens=512)
 HELP = (
-    "/reset forgets the conversation, /exit (or Ctrl-D) ends it, /help shows this. Ctrl-C "
-    "stops an answer and keeps it."
+    "/reset forgets the conversation, /exit (or Ctrl-D) ends it, /help shows this.\n"
+    "Ctrl-C stops an answer and keeps it."
 )
 
 
@@ -131,7 +131,7 @@ def talk(llm: LLM, given: ChatOptions, params: SamplingParams) -> None:
     """Answer line by line, up to the end of the input."""
     opening = [{"role": "system", "content": given.system}] if given.system is not None else []
     messages = list(opening)
-    say(f"{llm.name}, method {llm.method}. {HELP}")
+    say(f"{llm.name}, method {llm.method}\n{HELP}")
     for line in lines():
         if line == "/exit":
             return
@@ -141,7 +141,7 @@ def talk(llm: LLM, given: ChatOptions, params: SamplingParams) -> None:
             messages = list(opening)
             say("forgotten")
         elif line.startswith("/") and line[1:].isalpha():
-            say(f"unknown command {line}. {HELP}")
+            say(f"unknown command {line}; /help lists what there is")
         else:
             asked = [*messages, {"role": "user", "content": line}]
             try:
