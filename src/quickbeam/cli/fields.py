@@ -44,10 +44,10 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY))
             continue
         assert isinstance(kind, type)
-        taken = [field for field in fields(kind) if field.metadata.get("option") is not False]
+        taken = _taken(kind)
         kinds[parameter.name] = kind, [field.name for field in taken]
         parameters += [_option(kind, field, parameter.default) for field in taken]
-        names |= {field.name: _names(kind, field)[0] for field in taken}
+        names |= option_names(kind)
 
     @wraps(function)
     def run(**values: Any) -> None:
@@ -76,6 +76,16 @@ def in_options(message: str, names: Mapping[str, str]) -> str:
         return f"{names[field[1]]} " if field[1] in names else field[0]
 
     return re.sub(r"\b(\w+)=(?=\S)", option, message)
+
+
+def option_names(kind: type) -> dict[str, str]:
+    """Return the option of each field of a dataclass, such as `--max-tokens` of `max_tokens`."""
+    return {field.name: _names(kind, field)[0] for field in _taken(kind)}
+
+
+def _taken(kind: Any) -> list[Field[Any]]:
+    """Return the fields of a dataclass that have an option."""
+    return [field for field in fields(kind) if field.metadata.get("option") is not False]
 
 
 def _names(owner: type, field: Field[Any]) -> list[str]:

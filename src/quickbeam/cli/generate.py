@@ -23,6 +23,7 @@ from quickbeam.cli.common import (
     strict_json,
     write,
 )
+from quickbeam.cli.fields import in_options, option_names
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.params import SamplingParams
 
@@ -150,7 +151,8 @@ def talk(llm: LLM, given: ChatOptions, params: SamplingParams) -> None:
                     raise broken
             # the conversation no longer fits into the context; its earlier turns are kept
             except InvalidInput as error:
-                say(f"error: {error}; /reset starts over")
+                why = in_options(str(error), option_names(SamplingParams))
+                say(f"error: {why}; /reset starts over")
                 continue
             say(statistics_text(completion, llm.describe(), given.verbose))
             if completion.text:  # else stopped before the first word: forget the question

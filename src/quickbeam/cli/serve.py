@@ -55,7 +55,10 @@ def serve(
     """
     replicas.check(loading)
     if settings.default_temperature is not None:
-        SamplingParams(temperature=settings.default_temperature)  # raises if it is not valid
+        try:
+            SamplingParams(temperature=settings.default_temperature)
+        except InvalidInput as error:  # which begins with the parameter's name
+            raise InvalidInput(f"default_{error}") from None
     with needs("serve", "the server"):
         from quickbeam.serve import server
         from quickbeam.serve.runner import Runner, name_of
