@@ -33,7 +33,7 @@ def go(source, output, answer=echo, window=4):
     """Requests in the file, and those answered now."""
     answered = []
     with Journal(output) as journal:
-        total = check(source, journal)
+        total = len(check(source, journal))
         asyncio.run(run(read(source), answer, journal, window, lambda: answered.append(None)))
     return total, len(answered)
 

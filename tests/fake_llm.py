@@ -20,7 +20,7 @@ FAILURES = {
     "fail": QuickbeamError("the logits\nare not finite"),
     "crash": ZeroDivisionError("division by zero"),
     "disk": OSError(28, "No space left on device", "/somewhere"),
-    "too long": InvalidInput("the prompt is longer than the context"),
+    "too long": InvalidInput("the prompt is longer than the context, with max_tokens=9"),
     "interrupt at once": KeyboardInterrupt(),
 }
 DEAD_END = InvalidInput("no token can come after these")

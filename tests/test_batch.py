@@ -19,6 +19,7 @@ from cases import refuses
 from quickbeam import LLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.run import CHAT, COMPLETIONS, RESPONSES, Reply, parse, read, run
+from quickbeam.cli.serve import failures
 from scripts import captured, cli
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "seed": 7}
@@ -83,7 +84,8 @@ def test_each_prompt_of_a_line_gets_a_seed():
 
 
 @pytest.mark.parametrize(("line", "why"), [
-    ("{", "Expecting"), ("[1]", "object"), ('{"custom_id": 5, "prompt": "x"}', "custom_id 5"),
+    ("{", "line 3, column 2: not JSON (expecting"), ("[1]", "object"),
+    ('{"custom_id": 5, "prompt": "x"}', "custom_id 5"),
     ('{"custom_id": ""}', "custom_id"),
     ('{"prompt": "x", "messages": []}', "neither"), ("{}", "neither"),
     ('{"url": "/v1/embeddings", "body": {}}', "/v1/embeddings"),
@@ -92,7 +94,11 @@ def test_each_prompt_of_a_line_gets_a_seed():
     ('{"url": "/v1/completions", "body": {"prompt": "x", "stream": true}}', "stream"),
     ('{"prompt": "x", "seed": NaN}', "NaN"),
     ('{"url": "/v1/completions", "body": {}, "prompt": "x"}', "'prompt'"),
-    ("[" * 100000, "recursion"), ("\udcff", "utf-8"), ('{"prompt": "\\ud800"}', "surrogates"),
+    ('{"prompt": "a",, "n": 1}', "line 3, column 16: not JSON"),
+    ('  {"prompt": "ü",, "n": 1}', "line 3, column 18: not JSON"),
+    ("[" * 100000, "line 3: nested too deeply"),
+    ('{"prompt": "ü\udcff"}', "line 3, column 14: not UTF-8"),
+    ('{"prompt": "\\ud800"}', "line 3: \\ud800 is half of a character"),
 ])  # fmt: skip
 def test_a_bad_line_is_a_record_and_no_stop(tmp_path, line, why):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -105,12 +111,12 @@ def test_a_bad_line_is_a_record_and_no_stop(tmp_path, line, why):
     assert by_id["line-3"]["response"] is None and why in message and "line 3" in message
     assert go(source, output) == (3, 0)
     with Journal(output) as journal:
-        assert journal.failed == 1
+        assert journal.failed == {"line-3": message}
 
 
 def test_a_bad_line_keeps_its_name():
     one = parse(3, b'{"custom_id": "mine", "prompt": "\\ud800"}')
-    assert one.custom_id == "mine" and "surrogates" in str(one.fault)
+    assert one.custom_id == "mine" and "surrogate" in str(one.fault)
     assert parse(3, b'{"custom_id": "\\ud800", "prompt": "x"}').custom_id == "line-3"
 
 
@@ -333,7 +339,11 @@ def test_the_command_answers_as_plain_decoding_alone(toy_folder, tmp_path):
     asked = command(source, output, toy_folder)
     done = cli(*asked, "--max-running", "2")
     assert done.exit_code == 1
-    assert "7 of 7 answers" in done.stderr and "3 of them errors" in done.stderr
+    first, *named = done.stderr.splitlines()[-4:]
+    assert "7 of 7 answers" in first and first.endswith("3 of them errors:")
+    assert named[0].startswith("  line 5 (field): tokens: ")
+    assert named[1].startswith("  line 6 (long): ") and "context" in named[1]
+    assert named[2] == "  line 7, column 1: not JSON (expecting value)"
     bodies = {one.custom_id: one.body for one in read(source)}
     by_id = {one["custom_id"]: one for one in records(output)}
     assert by_id.keys() == bodies.keys() and len(records(output)) == len(by_id)
@@ -347,6 +357,15 @@ def test_the_command_answers_as_plain_decoding_alone(toy_folder, tmp_path):
     # nothing is left to do, so no model is needed
     assert cli(*asked, "--model", "/nowhere").exit_code == 1
     assert output.read_bytes() == before
+
+
+def test_of_many_failed_lines_the_first_are_named():
+    lines = {f"r{i}": i for i in range(1, 16)}
+    failed = dict.fromkeys(reversed(lines), "why \x1b[2J\n" + "so " * 99)
+    named = failures(failed, lines)
+    assert [text.partition(":")[0] for text in named[:2]] == ["  line 1 (r1)", "  line 2 (r2)"]
+    assert len(named) == 11 and named[-1] == "  and 5 more; their records say why"
+    assert all(text.isprintable() and len(text) < 240 for text in named)
 
 
 def test_commands_that_are_refused(source, monkeypatch):

@@ -15,6 +15,8 @@ from quickbeam.bench.methods import MethodItem, Question, load_questions, parse_
 from quickbeam.bench.peers import Peer
 from quickbeam.bench.report import by_category, summaries, tables
 from quickbeam.bench.run import begin, run
+from quickbeam.bench.throughput import Run, TimedRequest
+from quickbeam.bench.throughput import tables as throughput_tables
 from quickbeam.cli import bench as command
 from quickbeam.cli import common
 from quickbeam.engine.result import Completion, Statistics
@@ -215,7 +217,7 @@ def test_statistics_are_ratios_of_sums():
     assert fast["overhead_ms"] == pytest.approx(2000 / 15) and fast["nodes"] == 4
     assert fast["drafter_calls"] == 3 and fast["drafter_ms"] == pytest.approx(500 / 15)
     assert fast["prefill_ms"] == 250
-    assert fast["experts"] == 7.5 and "7.50" in tables(results)[1]
+    assert fast["experts"] == 7.5 and "7.50" in tables(results)[-1]
     parts = by_category(results)
     assert list(parts) == ["x", "y"] and parts["x"]["fast"]["speedup"] == 2.5
     assert parts["y"]["fast"]["speedup"] == pytest.approx(10 / 3)
@@ -231,7 +233,7 @@ def test_speedup_is_per_token_and_what_decodes_nothing_has_no_figures():
     runners = {"ar": ar, "other": other, "ended": ended, "hf": FakeRunner("hf", split=(0.0, 0.0))}
     results = measured(runners, questions_of("x"))
     whole = summaries(results)
-    assert whole["other"]["speedup"] == 2.0 and "experts" not in tables(results)[1]
+    assert whole["other"]["speedup"] == 2.0 and "experts" not in tables(results)[-1]
     names = ("tokens_per_second", "speedup", "mean_accepted_tokens", "draft_ms")
     assert [whole["ended"][name] for name in names] == [None] * 4
     assert [whole["hf"][name] for name in ("verify_ms", "overhead_ms")] == [None] * 2
@@ -264,17 +266,33 @@ def test_tables_show_figures_and_the_reference():
     runners = two_methods()
     runners["hf"] = FakeRunner("hf", seconds=8.0, split=(0.0, 0.0))
     results = measured(runners, questions_of("maths", "[/odd|]"))
-    lines = "\n".join([*report.tables(results), *report.footer(results)]).splitlines()
-    row = next(line for line in lines if "maths" in line)
-    assert row.split()[1:10:2] == ["maths", "ar", "1.00", "2.00", "2.50"] and "1 of 1" in row
-    overall = next(line for line in lines if "overall" in line and "fast" in line)
-    assert all(figure in overall for figure in ("2.00", "8.00", "4.00 ", "2 of 2"))
-    step = [line for line in lines if "fast" in line][-1]
-    assert "50.00" in step and "150.0" in step
-    assert [line for line in lines if "hf" in line][-1].count(" - ") == 6, "phases of a peer"
-    assert any("[/odd/]" in line for line in lines), "a cell stays in its place"
-    assert all(line.count("|") == lines[0].count("|") for line in lines[: lines.index("")])
-    assert any("speed-up over ar" in line for line in lines)
+    maths, odd, overall, steps = (one.splitlines() for one in report.tables(results))
+    assert maths[0].split()[1] == "maths" and maths[2].split()[1] == "ar"
+    assert maths[2].split()[3:8:2] == ["1.00", "2.00", "2.50"] and "1 of 1" in maths[2]
+    assert odd[0].split()[1] == "[/odd/]", "a cell stays in its place"
+    assert overall[0].split()[1] == "overall" and "fast" in overall[3]
+    assert all(figure in overall[3] for figure in ("2.00", "8.00", "4.00 ", "2 of 2"))
+    assert "50.00" in steps[3] and "150.0" in steps[3]
+    assert "hf" in steps[4] and steps[4].count(" - ") == 6, "phases of a peer"
+    for table in (maths, odd, overall, steps):
+        assert len({len(line) for line in table}) == len({line.count("|") for line in table}) == 1
+    assert "speed-up over ar" in report.footer(results)[0]
+
+
+def test_tables_fit_90_columns_with_every_method():
+    known = {"nodes": 512 * 9, "drafter_calls": 99, "experts": 64.0 * 9, "prefill_seconds": 12.3456}
+    runners = {
+        name: FakeRunner(name, range(999), 9, 9.99, (0.9, 0.99), **known) for name in methods.NAMES
+    }
+    results = measured(runners, questions_of("math_reasoning", *["summarization"] * 99))
+    every = [*report.tables(results), *report.footer(results)]
+    runs = [Run(load, name, seconds=1.0) for load in (1, 1024) for name in methods.METHODS]
+    answered = TimedRequest([1], 0.0, None, 12.3456, 99.999, list(range(99)), 9, 99)
+    for one in runs:
+        one.answers, one.identical = [answered] * 100, 100
+        one.decoding_seconds, one.decoding_tokens = 1.0, 9999
+    every += [*throughput_tables(runs), command.WAITING]
+    assert max(len(line) for text in every for line in text.splitlines()) <= 90
 
 
 def test_save_leaves_the_old_file_where_the_new_one_fails(tmp_path, monkeypatch):
@@ -339,7 +357,7 @@ def test_bad_input_is_refused_before_loading(invoke):
         ("--methods nope", "unknown method 'nope'"),
         ("--questions /none.jsonl", "/none.jsonl"),
         ("--json /none/out.json", "--json /none/out.json"),
-        ("--temperature -1", "temperature=-1.0"),
+        ("--temperature -1", "--temperature -1.0"),
         ("--budget x", "--budget 'x'"),
         ("--max-tokens 1", "--max-tokens"),
         ("--methods ar,hf --presence-penalty 1", "--presence-penalty: hf takes no such option"),

@@ -3,11 +3,13 @@ one."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -15,14 +17,21 @@ import typer
 from typer.testing import CliRunner
 
 import fake_llm
+from quickbeam import hub
+from quickbeam.cli import train
 from quickbeam.cli.app import app
-from quickbeam.cli.common import loading_progress, save, statistics_line
+from quickbeam.cli.common import loading_progress, save, statistics_text
 from quickbeam.cli.demo import EXAMPLES
-from quickbeam.engine.result import Completion, Statistics
+from quickbeam.engine.result import Completion, SourceCount, Statistics
 from quickbeam.errors import QuickbeamError
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import METHODS
 from quickbeam.params import SamplingParams
+from quickbeam.train import stages
+from quickbeam.train.block import HeldOutMetrics
+from quickbeam.train.recipes import Plan
+from quickbeam.train.trainer import Report
+from scripts import cli
 
 
 @pytest.fixture
@@ -61,16 +70,34 @@ def test_generate_streams_text_and_then_statistics(run):
 
 
 def test_verbose_says_how_an_answer_was_made(run):
-    line = (
-        "[auto] 2 tokens, 2.0 tokens/s, 1.00 tokens a step, 1 steps, prefill 0.25 s, ngram 3 of 8 "
-        "drafted accepted, not bit-identical, kernels: scripted\n"
+    lines = (
+        "[auto] 2 tokens, 2.0 tokens/s, 1.00 tokens a step\n"
+        "  1 steps, prefill 0.25 s\n"
+        "  drafts accepted: ngram 3 of 8\n"
+        "  not bit-identical to plain decoding, kernels: scripted\n"
     )
-    assert run("generate", "hello", "--verbose").stderr == line
-    assert run("chat", "--verbose", input="hello\n").stderr.endswith(line)
+    assert run("generate", "hello", "--verbose").stderr == lines
+    assert run("chat", "--verbose", input="hello\n").stderr.endswith(lines)
     completion = Completion("a", [1], "length", Statistics(1, 1, 0.5), method="ar", seed=7)
-    line = statistics_line(completion, "k", verbose=True)
-    assert line.startswith("[ar] 1 tokens (length), ")
-    assert line.endswith(", seed 7, not bit-identical, kernels: k")
+    text = statistics_text(completion, "k", verbose=True)
+    assert text.startswith("[ar] 1 tokens (length), ") and ", seed 7\n" in text
+
+
+def test_where_the_drafter_is_too_slow_it_says_what_was_done_instead():
+    def said(calls, **drafted):
+        sources = {name: SourceCount(count, 0) for name, count in drafted.items()}
+        given = Statistics(9, steps=20, drafter_calls=calls, sources=sources)
+        return statistics_text(Completion("a", [1], "stop", given), "k").splitlines()[1:]
+
+    faster = "faster here than the drafter"
+    assert said(1, drafter=3, ngram=5, last_logits=2, answers=0) == [
+        f"  drafted from the text and last logits: {faster}"
+    ]
+    every = said(1, drafter=3, ngram=5, last_logits=2, answers=1)
+    assert every == [f"  drafted from the text, last logits and earlier answers: {faster}"]
+    assert max(map(len, every)) <= 90
+    assert said(1, drafter=3) == said(0, drafter=0) == [f"  decoded without drafts: {faster}"]
+    assert said(19, drafter=30, ngram=1) == said(0, ngram=5) == []
 
 
 def test_every_option_arrives(run):
@@ -142,7 +169,7 @@ def test_json_is_the_completion_and_ctrl_c_and_errors_keep_what_was_produced(run
 
 BAD = {
     "generate hi --method lgitspec": ["unknown method 'lgitspec'", *METHODS],
-    "generate hi --temperature -1": ["temperature=-1.0", "a number between 0 and"],
+    "generate hi --temperature -1": ["--temperature -1.0", "a number between 0 and"],
     "generate hi --dtype int8": ["--dtype", "bfloat16", "float32"],
     "generate hi --budget 0": ["--budget '0'", "auto"],
     "generate hi --raw --system x": ["--system", "--raw"],
@@ -152,12 +179,12 @@ BAD = {
     "generate hi --json-schema missing.json": ["--json-schema missing.json", "No such file"],
     "generate hi --lark .": ["--lark .", "directory"],
     "generate \udcff": ["not UTF-8"],
-    "generate": ["prompt"],
+    "generate": ["PROMPT"],
     "generate hi --nonsense": ["--nonsense"],
     "gnerate": ["gnerate"],
     "pull nope": ["unknown built-in model 'nope'", "smollm2-135m"],
     "generate hi --method pld --drafter small": ["--drafter small", "'pld' drafts without"],
-    "chat --min-p 2": ["min_p=2.0"],
+    "chat --min-p 2": ["--min-p 2.0"],
     "chat --method dyspec --model other": ["method 'dyspec' drafts with a model", "--drafter"],
     "generate hi --model folder/config.json": ["is a file", ".gguf", "folder"],
     "bench --model ./nope": ["no such model folder or file: ./nope"],
@@ -171,11 +198,56 @@ def test_bad_input_is_one_line_and_exit_code_2(run, line):
     refused(run(*line.split()), 2, *BAD[line])
 
 
+WORDS = {
+    "generate hi --max-tokens 0": "Invalid value for '--max-tokens'",
+    "generate hi --max-tokens 4 --min-tokens 9": "--min-tokens 9: must be an integer between 0 and "
+    "--max-tokens 4",
+    "generate hi --top-p 0": "--top-p 0.0: must be",
+    "generate hi --stop-token-id -3": "--stop-token-id (-3,): must be",
+    "generate hi --logprobs 1000 --json": "--logprobs 1000: must be",
+    "generate hi --budget few": "--budget 'few': must be",
+    "generate hi --dtype float16 --memory much": "--memory 'much': must be a size of memory",
+    "generate hi --kv-memory 2XB": "--kv-memory '2XB': must be a size of memory",
+    "generate hi --memory-of-answers x": "--memory-of-answers 'x': must be a size of memory",
+    "serve --port 70000": "--port 70000: must be",
+    "serve --max-body 2XB": "--max-body '2XB': must be a size of memory",
+    "serve --max-waiting 0": "--max-waiting 0: must be",
+    "bench --max-tokens 1": "--max-tokens 1: must be",
+}
+
+
+@pytest.mark.parametrize("line", WORDS)
+def test_errors_speak_of_options_and_not_of_fields(monkeypatch, line):
+    result = cli(*line.split())
+    refused(result, 2, WORDS[line])
+    assert not re.search(r"\w=|[a-z]_[a-z]", result.stderr)
+
+
+CLOSE = {
+    "generate hi --method lgitspec": "logitspec",
+    "generate hi --method Auto": "auto",
+    "bench --methods ar,dynspec": "dynaspec",
+    "bench throughput --methods hfpld": "hf-pld",
+    "generate hi --method dyspec --vocab ruoter": "router",
+    "pull smollm": "smollm2-135m",
+    "genrate hi": "generate",
+}
+
+
+@pytest.mark.parametrize("line", CLOSE)
+def test_the_closest_name_is_suggested(run, line):
+    refused(run(*line.split()), 2, f"id you mean '{CLOSE[line]}'?")
+
+
+def test_no_name_is_suggested_where_none_is_close(run):
+    assert "did you mean" not in run("generate", "hi", "--method", "medusa").stderr
+
+
 def test_bad_input_and_failures_are_one_line(run, monkeypatch):
     refused(run("generate", "-", input=b"\xff\xfe"), 2, "not UTF-8")
     for empty in (run("generate", "-", input=""), run("generate", "")):
         refused(empty, 2, "prompt is empty")
-    refused(run("generate", "too long"), 2, "longer than the context")
+    refused(run("generate", "too long"), 2, "longer than the context, with --max-tokens 9")
     refused(run("generate", "fail"), 1, "the logits are not finite")
     refused(run("generate", "disk"), 1, "No space left on device: /somewhere")
     refused(run("generate", "crash"), 1, "ZeroDivisionError: division by zero", "QUICKBEAM_DEBUG=1")
@@ -184,16 +256,57 @@ def test_bad_input_and_failures_are_one_line(run, monkeypatch):
         CliRunner().invoke(app, ["generate", "crash"], catch_exceptions=False)
 
 
-def test_there_is_help_without_a_command_and_for_every_option(run):
+def commands(command, path=()):
+    """Every command of the command line, with the words that name it."""
+    yield path, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*path, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+every_command = pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+
+
+def test_there_is_help_without_a_command(run):
     shown = run()
     assert shown.exit_code == 0 and shown.stdout == run("--help").stdout != ""
+    assert len(COMMANDS) == 12
 
-    def visit(command):
-        for option in command.params:
-            assert option.name == "help" or option.help, (command.name, option.name)
-        return 1 + sum(map(visit, getattr(command, "commands", {}).values()))
 
-    assert visit(typer.main.get_command(app)) == 12
+@every_command
+def test_help_fits_80_columns_and_nothing_is_cut(run, monkeypatch, path):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run(*path, "--help").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "..." not in shown.replace("[ARGS]...", "")
+    for name, below in getattr(COMMANDS[path], "commands", {}).items():
+        summary = " ".join(below.help.split()).partition(". ")[0].rstrip(".")
+        assert f"  {name:8}  {summary}." in shown
+
+
+# words that point to another option, which a reader may not have seen
+POINTING = ("The same", "Of ", "Them", "They", "It ", "That ", "This ", "These ", "Those ")
+
+
+@every_command
+def test_every_option_has_a_text_that_can_be_read_alone(path):
+    for option in COMMANDS[path].params:
+        text = " ".join((option.help or "").split())
+        assert option.name == "help" or text.endswith((".", "].")), option.name
+        assert not text.startswith(POINTING), (option.name, text)
+        assert not re.search(r"\b(them|that is)\.? ?(Default|$)", text), (option.name, text)
+        assert not re.search(r"`?[a-z]+_[a-z]+`", text), (option.name, text)
+
+
+@every_command
+def test_what_most_people_use_comes_first_and_the_rest_in_groups(run, path):
+    options = [one for one in COMMANDS[path].params if one.param_type_name == "option"]
+    headings = [getattr(one, "rich_help_panel", None) or "Options" for one in options]
+    shown = [line.strip(":") for line in run(*path, "--help").stdout.splitlines() if line[:1] > " "]
+    assert [one for one in shown if one in headings] == list(dict.fromkeys(["Options", *headings]))
+    if len(options) > 12:
+        assert 5 <= headings.count("Options") <= 12
+        assert max(headings.count(one) for one in headings) <= 16
 
 
 def test_chat_remembers_until_reset(run):
@@ -201,9 +314,10 @@ def test_chat_remembers_until_reset(run):
     result = run("chat", "--system", "Be kind.", input=typed)
     assert (result.exit_code, result.stdout) == (0, "one two\n" * 3)
     assert fake_llm.CALLS[-1][2].max_tokens == 512  # the command's own default
-    assert result.stderr.startswith("the default, method auto. /reset forgets")
+    assert result.stderr.startswith("the default, method auto\n/reset forgets")
+    assert max(map(len, result.stderr.splitlines())) <= 80
     assert result.stderr.count("tokens a step") == 3
-    assert "unknown command /what" in result.stderr
+    assert "unknown command /what; /help lists what there is\n" in result.stderr
     opening = ("system", "Be kind.")
     assert [messages for kind, messages, _ in fake_llm.CALLS if kind == "chat"] == [
         [opening, ("user", "first")],
@@ -215,7 +329,8 @@ def test_chat_remembers_until_reset(run):
 def test_chat_goes_on_after_ctrl_c_and_after_a_context_that_is_full(run):
     result = run("chat", input="interrupt\ninterrupt at once\ntoo long\nlast\n")
     assert (result.exit_code, result.stdout) == (0, "one two(held)\n\none two\n")
-    assert "error: the prompt is longer than the context; /reset starts over" in result.stderr
+    says = "error: the prompt is longer than the context, with --max-tokens 9; /reset starts over"
+    assert says in result.stderr
     kept = [("user", "interrupt"), ("assistant", "one two(held)"), ("user", "last")]
     assert fake_llm.CALLS[-1][1] == kept
 
@@ -273,6 +388,51 @@ def test_ctrl_c_while_the_command_line_is_imported():
     assert (done.returncode, done.stderr) == (130, b"")
 
 
+def test_without_a_terminal_what_happens_once_is_a_line(run, capsys, monkeypatch):
+    with loading_progress(None) as report:
+        for stage in ("loading smollm2-135m", "downloading it (9 MB, once)", "converting it, once"):
+            report(stage, None)
+            report(stage, 0.5)
+    assert capsys.readouterr().err == "downloading it (9 MB, once)\nconverting it, once\n"
+    with loading_progress("folder", "some/drafter"):
+        pass
+    assert capsys.readouterr().err == "downloading some/drafter from the Hugging Face hub\n"
+    for name in (None, "folder", "mtp"):
+        with loading_progress(name):
+            pass
+    assert capsys.readouterr().err == ""
+
+    def pull(name, progress):
+        progress(f"downloading {name} (93 MB, once)", None)
+        return Path("there")
+
+    monkeypatch.setattr(hub, "pull", pull)
+    assert run("pull").stderr == "downloading smollm2-135m (93 MB, once)\n"
+
+
+@pytest.mark.parametrize(("mat", "gains"), [(1.0, False), (1.29, False), (2.5, True)])
+def test_training_says_where_the_drafter_gains_nothing_yet(monkeypatch, capsys, mat, gains):
+    held = HeldOutMetrics([0.412] * 12, [0.1] * 12, mat, 1.0)
+    report = Report(9, 1234, 0.001, 12.3456, 99.9, 5.0, held)
+    trainer = SimpleNamespace(total=8000, report_every=300.0)
+
+    class Stage:
+        def __init__(self, plan):
+            self.trainer = trainer
+
+        def run(self, trained):
+            trained(report)
+            return held
+
+    monkeypatch.setattr(stages, "BlockStage", Stage)
+    train.make_drafter(Plan(None, Path("out"), tokens=2000))
+    said = capsys.readouterr().err
+    assert max(map(len, said.splitlines())) <= 90
+    assert "0.1%: loss 12.346, agreement 0.41" in said and "0.41 …" in said
+    assert ("gains nothing yet" in said) != gains
+    assert gains or ("--tokens (now 2,000)" in said and "--epochs (now 4)" in said)
+
+
 def test_warnings_of_loading_are_shown(run, capsys):
     with loading_progress("folder", None):
         print("can't be kept", file=sys.stderr)
@@ -319,10 +479,11 @@ def test_the_real_thing(smollm2):
     prompt = "Repeat: one two three, one two three."
     command = [sys.executable, "-m", "quickbeam", *arguments, "logitspec"]
     how = {"input": prompt, "capture_output": True, "text": True, "timeout": 300}
+    # first, as what is packed or compiled once has a line on stderr
+    plain = json.loads(CliRunner().invoke(app, [*arguments, "ar"], input=prompt).stdout)
     done = subprocess.run(command, **how)
     assert (done.returncode, done.stderr) == (0, "")
     fast = json.loads(done.stdout)
-    plain = json.loads(CliRunner().invoke(app, [*arguments, "ar"], input=prompt).stdout)
     assert plain["text"] and plain["token_ids"] == fast["token_ids"]
     assert plain["mean_accepted_tokens"] == 1.0 <= fast["mean_accepted_tokens"]
     assert fast["steps"] <= plain["steps"]

@@ -4,6 +4,7 @@ missing."""
 import json
 import os
 import shutil
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -93,6 +94,50 @@ def test_the_default_model_and_the_cache(monkeypatch):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (folder / name).write_text("{}")
     says(doctor.model(), OK, "smollm2-135m is in")
+
+
+def test_other_load_is_named(monkeypatch):
+    def with_load(average, programs, status, *words):
+        monkeypatch.setattr(doctor, "load_average", lambda: average)
+        monkeypatch.setattr(doctor, "busy_programs", lambda seconds: programs)
+        says(doctor.load(), status, *words)
+
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 2)
+    with_load(0.3, {}, OK, "load average 0.3 on 2 cores", "no other program is busy")
+    with_load(2.5, {}, NOTE, "load average 2.5", "can't be seen from here")
+    programs = {"chrome": 1.26, "cc1plus": 0.4}
+    with_load(0.3, programs, NOTE, "chrome (1.3 cores), cc1plus (0.4 cores)")
+    many = {f"p{i}": 0.5 for i in range(8)}
+    with_load(9.0, many, NOTE, "p4 (0.5 cores) and 3 more", "end them, or wait")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a program is called as its link is")
+def test_a_busy_program_is_found_by_its_name_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "BUSY", 0.01)  # whatever else runs here
+    program = tmp_path / "busybee"
+    program.symlink_to(sys.executable)
+    code = "print(flush=True)\nwhile True: pass"
+    command = [str(program), "-c", code, "--secret=1234"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            busy = doctor.busy_programs(0.5)
+        finally:
+            process.kill()
+    assert busy["busybee"] > 0.01
+    assert "1234" not in "".join(busy)
+
+
+@pytest.mark.parametrize("columns", [80, 90])
+def test_lines_fit_the_terminal_and_keep_words_whole(monkeypatch, columns):
+    def check():
+        return Finding(NOTE, " ".join(["several words --and-an-option"] * 9), "a/long/path " * 12)
+
+    monkeypatch.setattr(doctor, "CHECKS", [check])
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = cli("doctor").stdout
+    assert max(map(len, shown.splitlines())) <= columns
+    assert shown.count("--and-an-option") == 9 and shown.count("a/long/path") == 12
 
 
 def test_a_problem_is_exit_code_1_and_everything_is_shown(monkeypatch):

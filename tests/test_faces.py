@@ -103,9 +103,9 @@ def test_streams_in_threads(llm, alone):
 
 def test_sizes_of_memory():
     sizes = {"2GB": 2 * 10**9, "512 MiB": 512 * 2**20, 1000: 1000, "1.5kb": 1500}
-    assert [parse_bytes(text) for text in sizes] == list(sizes.values())
+    assert [parse_bytes(text, "memory") for text in sizes] == list(sizes.values())
     for text in ("", "much", "-1", "0", "2 GB of", "nan", "inf"):
-        refuses("size of memory", parse_bytes, text)
+        refuses("memory=.*size of memory", parse_bytes, text, "memory")
 
 
 @pytest.mark.parametrize("method", ("ar", "logitspec"))

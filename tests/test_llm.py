@@ -185,7 +185,7 @@ def test_a_conversation_keeps_its_common_prefix(toy_folder, monkeypatch):
     ({"model": "./missing.gguf"}, "no such model folder or file"),
     ({"model": "organisation/not-cached"}, "'organisation/not-cached': .* built-in model: smol"),
     ({"model": str(Path(__file__).parent)}, r"has no config\.json"),
-    ({"method": "lgitspec"}, "unknown method 'lgitspec'; known: ar, pld, logitspec"),
+    ({"method": "lgitspec"}, "unknown method 'lgitspec'; known: ar, pld, .*mean 'logitspec'"),
     ({"dtype": "int3"}, "unknown dtype 'int3'; known: auto, bfloat16"),
     ({"device": "tpu9"}, "device 'tpu9' can't be used: give 'cpu', or 'cuda'"),
     ({"budget": 513}, r"must be auto \(or 0\) for the measured budget, or a number of nodes, at"),

@@ -267,7 +267,7 @@ def test_what_cannot_be_read_while_computing_is_refused(toy_folder, tmp_path, mo
     refuses("at least 1MB", LLM, toy_folder, "ar", memory=least - 1)
     LLM(toy_folder, "ar", memory=least).close()
     for options, words in (
-        ({"memory": "much"}, "not a size of memory"),
+        ({"memory": "much"}, "memory=.much.: must be a size of memory"),
         ({"dtype": "float16"}, "goes with bfloat16 or float32"),
         ({"device_map": "cpu"}, "device_map"),
     ):

@@ -223,5 +223,11 @@ def test_tokens_there_and_back_and_what_is_asked_of_paths(runner, llm):
         assert ask(runner, path, method="HEAD").status_code == 200
     assert ask(runner, "/v1/nothing", method="HEAD").status_code == 404
     assert ask(runner, PATH, method="HEAD").status_code == 405
-    assert "/v1/responses" in refused(ask(runner, "/v1/nothing", {}), None, 404)
+    says = refused(ask(runner, "/v1/nothing", {}), None, 404)
+    assert "/v1/responses" in says and "/v1/models" in says
+    assert "{" not in says and "did you mean" not in says  # no pattern of a route
+    says = refused(ask(runner, "/chat/completions", {}), None, 404)
+    assert says.endswith("did you mean '/v1/chat/completions'?")
     refused(ask(runner, PATH, method="GET"), None, 405)
+    response = ask(runner, PATH, {"prompt": "x", "speculation": {"method": "lgitspec"}})
+    assert "did you mean 'logitspec'?" in refused(response, "speculation.method")

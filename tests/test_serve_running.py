@@ -355,9 +355,9 @@ def test_an_address_that_can_not_be_had_is_one_line(monkeypatch):
         for option, value, words in (
             ("port", str(port), f"port {port} ("),
             ("host", "no.such.host.invalid", "no.such.host.invalid"),
-            ("max-waiting", "0", "max_waiting=0"),
-            ("max-body", "much", "'much'"),
-            ("default-temperature", "-1", "temperature=-1"),
+            ("max-waiting", "0", "--max-waiting 0: "),
+            ("max-body", "much", "--max-body 'much': "),
+            ("default-temperature", "-1", "--default-temperature -1.0: "),
         ):
             result = cli("serve", f"--{option}", value)
             assert result.exit_code == 2 and words in result.stderr

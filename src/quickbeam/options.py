@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, did_you_mean
 from quickbeam.params import (
     COUPLED,
     Rules,
@@ -81,7 +81,8 @@ class Setting(NamedTuple):
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise `InvalidInput` for an unknown option, and for a value of the wrong type."""
     for option in options.keys() - Options.__annotations__.keys():
-        what = f"known: {', '.join(Options.__annotations__)}"
+        known = Options.__annotations__
+        what = f"known: {', '.join(known)}{did_you_mean(option, known)}"
         if option in SamplingParams.__dataclass_fields__:
             what = f"give it in SamplingParams({option}=…)"
         elif option in OF_TEMPLATES:
@@ -109,6 +110,7 @@ def check_vocab(vocab: str, size: int | None = None) -> None:
     if plain_vocab(vocab) not in (*VOCABS, SHORTENED):
         raise InvalidInput(
             f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}"
+            f"{did_you_mean(vocab, VOCABS)}"
         )
     if plain_vocab(vocab) == FULL and size is not None:
         raise InvalidInput(
@@ -117,11 +119,10 @@ def check_vocab(vocab: str, size: int | None = None) -> None:
         )
 
 
-def parse_bytes(size: int | str, name: str = "") -> int:
+def parse_bytes(size: int | str, name: str) -> int:
     """Return the bytes that a number or a text such as `2GB` or `512 MiB` means.
 
-    `name`: the argument that has this value, for errors. Raises `InvalidInput` for other texts, and
-    for less than one byte.
+    Raises `InvalidInput`, which calls the size `name`, for other texts and for less than one byte.
     """
     text = str(size).strip().upper()
     number = text.rstrip("KMGTIB ")
@@ -131,6 +132,5 @@ def parse_bytes(size: int | str, name: str = "") -> int:
     except (ValueError, KeyError, OverflowError):
         value = 0
     if value < 1:
-        given = f"{name}={size!r}" if name else repr(size)
-        raise InvalidInput(f"{given} is not a size of memory: give bytes, or as in 2GB or 512MiB")
+        raise InvalidInput(f"{name}={size!r}: must be a size of memory, as 2GB, 512MiB or bytes")
     return value

@@ -27,46 +27,48 @@ class SamplingParams:
     leave no token at some place, the answer ends with an error.
     """
 
-    max_tokens: int = 256
+    max_tokens: int = field(
+        default=256, metadata={"common": True, "min": 1, "help": "Longest answer, in tokens."}
+    )
     """Longest answer, in tokens. 0, with `prompt_logprobs`: none."""
-    temperature: float = 0.0
-    """0 takes the most probable token."""
+    temperature: float = field(default=0.0, metadata={"common": True})
+    """How random the choice of tokens is. 0: the most probable token is taken."""
     top_k: int = 0
-    """Keep this many tokens. 0: off."""
+    """Choose among this many of the most probable tokens. 0: off."""
     top_p: float = 1.0
-    """Keep the most probable tokens up to this mass. 1: off."""
+    """Choose among the most probable tokens that have this probability together. 1: off."""
     min_p: float = 0.0
-    """Drop tokens below this share of the best one's probability. 0: off."""
+    """Leave out tokens below this share of the most probable one's probability. 0: off."""
     repetition_penalty: float = 1.0
     """Above 1 makes tokens of prompt and output rarer (as in CTRL): positive logits are divided by
-    it, negative ones multiplied."""
+    it, negative ones multiplied. 1: off."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logits of tokens in the output."""
+    """Subtracted once from the logit of every token that the output holds. 0: off."""
     frequency_penalty: float = 0.0
-    """Subtracted once for every occurrence in the output."""
+    """Subtracted from a token's logit for every time that the output holds it. 0: off."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"option": False})
     """Added to the logit of this token; -inf bans it."""
     stop: Sequence[str] = field(default=(), metadata={"metavar": "TEXT"})
-    """End before this text."""
+    """End the answer before this text."""
     stop_token_ids: Sequence[int] = field(default=(), metadata={"metavar": "N"})
-    """End at this token, besides the model's end-of-sequence tokens."""
+    """End the answer at this token id, besides the model's end-of-sequence tokens."""
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token."""
     logprobs: int | None = field(default=None, metadata={"metavar": "K"})
     """Report the log-probability of each emitted token under the model's own distribution, and of
     the K likeliest alternatives."""
-    seed: int | None = None
+    seed: int | None = field(default=None, metadata={"common": True})
     """Makes a sampled answer repeatable. Without one a seed is drawn, and the answer reports it."""
     n: int = field(default=1, metadata={"option": False})
     """How many independent answers a prompt gets."""
     min_tokens: int = 0
-    """Tokens before the answer may end. Until then ids that would end it are banned, and stop
+    """Shortest answer, in tokens. Until then ids that would end it are banned, and stop
     strings are ignored."""
     bad_words: Sequence[str] = field(default=(), metadata={"metavar": "TEXT"})
     """Text that is not generated. Its last token is banned where the output ends with the tokens
     before it."""
     include_stop_str_in_output: bool = False
-    """Keep the stop string in the answer."""
+    """Keep the stop string at the end of the answer."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     coupling: str = field(default=COUPLED, metadata={"choices": COUPLINGS})

@@ -22,16 +22,17 @@ GROUP = 1.0  # seconds of writing after which records are synced to the disk
 class Journal:
     """Records of answers in the file `path`, one line each, held by one program at a time.
 
-    `done` maps each record's `custom_id` to its `id`; `failed` counts those without an answer. All
-    are of the model with this `fingerprint`. A record is handed to the system as a whole, and
-    synced at least every `GROUP` seconds; a last line that is incomplete is cut off.
+    `done` maps each record's `custom_id` to its `id`; `failed` maps the `custom_id` of those
+    without an answer to the reason. All are of the model with this `fingerprint`. A record is
+    handed to the system as a whole, and synced at least every `GROUP` seconds; a last line that is
+    incomplete is cut off.
 
     Raises `InvalidInput` for a file that is something else or held by another program, and
     `QuickbeamError` if it can't be written.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.done, self.failed = path, dict[str, str](), 0
+        self.path, self.done, self.failed = path, dict[str, str](), dict[str, str]()
         self.fingerprint: str | None = None
         if path.exists() and not path.is_file():
             raise InvalidInput(f"{path}: must be a file")
@@ -72,9 +73,11 @@ class Journal:
         return end
 
     def _count(self, record: dict[str, Any]) -> None:
-        model, failed = _fingerprint(record), record["error"] is not None
-        self.failed += failed or record["response"]["status_code"] != 200
-        self.done[record["custom_id"]] = record["id"]
+        name, model = record["custom_id"], _fingerprint(record)
+        if record["error"] is not None or record["response"]["status_code"] != 200:
+            error = record["error"] or record["response"]["body"].get("error", {})
+            self.failed[name] = error.get("message", "no reason is given")
+        self.done[name] = record["id"]
         self.fingerprint = self.fingerprint or model
 
     def write(self, record: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ def read(path: Path) -> Iterator[BatchRequest]:
                 if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                     raise InvalidInput(f"{path}: written in UTF-16; save it in UTF-8")
                 # a file that others were joined to has marks in its middle, too
-                if line := line.removeprefix(codecs.BOM_UTF8).strip():
+                if line := line.removeprefix(codecs.BOM_UTF8).rstrip():
                     yield parse(number, line)
     except OSError as error:
         raise InvalidInput(f"{path}: can't be read ({error.strerror})") from error
@@ -65,10 +65,25 @@ def parse(number: int, line: bytes) -> BatchRequest:
         digest = _digest(name, url, body)
     except (ValueError, RecursionError) as error:
         digest = _digest(name, hashlib.sha256(line.strip()).hexdigest())
-        return BatchRequest(number, name, digest, "", {}, f"line {number}: {error}")
+        return BatchRequest(number, name, digest, "", {}, f"line {number}{_fault(error)}")
     if body.get("seed") is None and body.get("seeds") is None:
         body = {**body, **_seeds(digest, body.get("prompt") if url == COMPLETIONS else None)}
     return BatchRequest(number, name, digest, url, body)
+
+
+def _fault(error: ValueError | RecursionError) -> str:
+    """Return what is wrong with a line, after the words that name it: its column, and why."""
+    if isinstance(error, json.JSONDecodeError):
+        return f", column {error.colno}: not JSON ({error.msg[:1].lower()}{error.msg[1:]})"
+    if isinstance(error, UnicodeDecodeError):
+        before = error.object[: error.start].decode(errors="replace")
+        return f", column {len(before) + 1}: not UTF-8"
+    if isinstance(error, UnicodeEncodeError):
+        half = error.object[error.start : error.end].encode("unicode_escape").decode()
+        return f": {half} is half of a character (a surrogate), and no text"
+    if isinstance(error, RecursionError):
+        return ": nested too deeply"
+    return f": {error}"
 
 
 def _endpoint_and_body(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -123,8 +138,8 @@ class Reply(NamedTuple):
 Answer = Callable[[str, dict[str, Any]], Awaitable[Reply]]
 
 
-def check(source: Path, journal: Journal) -> int:
-    """Return the number of requests in a file.
+def check(source: Path, journal: Journal) -> dict[str, int]:
+    """Return the line (from 1) of each request in a file, by its `custom_id`.
 
     Raises `InvalidInput` if two have the same `custom_id`, if the journal has answers to others, or
     if it is the file itself.
@@ -151,7 +166,7 @@ def check(source: Path, journal: Journal) -> int:
             f"{journal.path} answers custom_id {unasked[0]!r}{more}, which {source} "
             "doesn't have; give another output"
         )
-    return len(seen)
+    return seen
 
 
 async def run(

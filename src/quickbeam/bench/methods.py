@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT, resolve, shipped_drafter
-from quickbeam.methods import METHODS, stand_in
+from quickbeam.methods import METHODS, check_method, stand_in
 from quickbeam.options import Budget, check_vocab, plain_vocab
 from quickbeam.params import COUPLED, SamplingParams
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # `quickbeam --help` imports this file, and torch takes secon
 MethodRunner = Union["LLMRunner", "Peer"]  # a loaded method
 Messages = Sequence[dict[str, str]]
 PEERS = ("hf", "hf-pld")  # transformers' generate as it comes, and its prompt lookup
-KNOWN = ", ".join([*METHODS, *PEERS])
+NAMES = (*METHODS, *PEERS)
 BUILT_IN = "questions.jsonl"  # our own set, inside the package
 SYNTAX = "NAME[:BUDGET][@SHORTLIST][+VOCABULARY]"
 ENTRY = re.compile(r"([^:@+]*)(?::(auto|[1-9]\d*))?(?:@([1-9]\d*))?(?:\+(.*))?", re.ASCII)
@@ -73,7 +73,7 @@ def parse_methods(
     items = [_item(entry.strip(), default) for entry in text.split(",") if entry.strip()]
     names = [item.name for item in items]
     if not items:
-        raise InvalidInput(f"--methods {text!r}: names no method; known: {KNOWN}")
+        raise InvalidInput(f"--methods {text!r}: names no method; known: {', '.join(NAMES)}")
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InvalidInput(f"--methods: {twice!r} is given twice")
     drafts = (drafter or shipped_drafter(model)) is not None
@@ -87,8 +87,7 @@ def _item(entry: str, default: MethodItem) -> MethodItem:
     if (parts := ENTRY.fullmatch(entry)) is None:
         raise InvalidInput(f"{entry!r}: must be {SYNTAX}, sizes of at least 1 or a budget of auto")
     method, nodes, size, switches = parts.groups()
-    if method not in METHODS and method not in PEERS:
-        raise InvalidInput(f"unknown method {method!r}; known: {KNOWN}")
+    check_method(method, NAMES)
     sources = METHODS[method].sources if method in METHODS else ()
     drafts, vocab = "drafter" in sources, plain_vocab(switches or "") or None
     if nodes and not sources:

@@ -27,6 +27,17 @@ Figures = dict[str, Any]
 STEP = {"draft_ms": "draft_seconds", "verify_ms": "verify_seconds", "nodes": "nodes"}
 STEP |= {"drafter_calls": "drafter_calls", "drafter_ms": "drafter_seconds"}
 STEP |= {"overhead_ms": "overhead_seconds", "experts": "experts"}
+# columns of the table of steps, by their names in the JSON
+COLUMNS = {
+    "draft": "draft_ms",
+    "drafter": "drafter_ms",
+    "verify": "verify_ms",
+    "rest": "overhead_ms",
+    "prompt": "prefill_ms",
+    "nodes": "nodes",
+    "calls": "drafter_calls",
+    "experts": "experts",
+}
 
 
 def summarise(method: str, trials: Sequence[Trial], reference: str, compared: bool) -> Figures:
@@ -93,41 +104,63 @@ def record(results: Results) -> dict[str, Any]:
 
 
 def tables(results: Results) -> list[str]:
-    """Return a table by category and overall, and one of what a step costs."""
+    """Return a table of each category and overall, and one of what a step costs.
+
+    They fit 90 columns with the names of methods.
+    """
     whole = summaries(results)
-    speeds = [
-        {"questions": category, "method": name, "MAT": number(one["mean_accepted_tokens"])}
-        | {"tokens/s": number(one["tokens_per_second"])}
-        | {"with prompts": number(one["tokens_per_second_with_prompts"])}
-        | {f"over {results.reference}": number(one["speedup"], one["speedup_error"])}
-        | {"identical": same(one)}
-        for category, rows in {**by_category(results), "overall": whole}.items()
-        for name, one in rows.items()
-    ]
-    columns = {key: key.replace("_", " ") for key in (*STEP, "prefill_ms")}
+    parts = {**by_category(results), "overall": whole}
+    columns = dict(COLUMNS)
     if not any(one["experts"] for one in whole.values()):
         del columns["experts"]
     steps = [
-        {"a step": name} | {column: number(one[key]) for key, column in columns.items()}
+        {"ms a step": name} | {column: number(one[key]) for column, key in columns.items()}
         for name, one in whole.items()
     ]
-    return [markdown(speeds), markdown(steps)]
+    speeds = [_speeds(category, rows, results.reference) for category, rows in parts.items()]
+    return [*speeds, markdown(steps)]
+
+
+def _speeds(title: str, rows: Mapping[str, Figures], reference: str) -> str:
+    """Return a table of methods, whose first column has this title."""
+    return markdown(
+        [
+            {title: name, "MAT": number(one["mean_accepted_tokens"])}
+            | {"tokens/s": number(one["tokens_per_second"])}
+            | {"with prompts": number(one["tokens_per_second_with_prompts"])}
+            | {f"over {reference}": number(one["speedup"], one["speedup_error"])}
+            | {"identical": same(one)}
+            for name, one in rows.items()
+        ]
+    )
 
 
 def markdown(rows: Sequence[Mapping[str, object]]) -> str:
     """Return rows that have the same columns as a Markdown table, numbers on the right."""
     texts = [[str(cell).replace("|", "/") for cell in row.values()] for row in rows]
-    lines = [list(rows[0]), *texts]
+    lines = [[head.replace("|", "/") for head in rows[0]], *texts]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     right = [cell[:1] in "-0123456789" for cell in texts[0]]
     lines.insert(1, ["-" * (n - last) + ":" * last for n, last in zip(widths, right, strict=True)])
-    padded = ([f"{cell:<{n}}" for cell, n in zip(line, widths, strict=True)] for line in lines)
-    return "".join(f"| {' | '.join(line)} |\n" for line in padded)
+
+    def drawn(line: Sequence[str]) -> str:
+        cells = [
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(line, widths, right, strict=True)
+        ]
+        return f"| {' | '.join(cells)} |\n"
+
+    return "".join(map(drawn, lines))
 
 
 def footer(results: Results) -> list[str]:
     """Return lines on what the tables' figures mean, and on what to know before trusting them."""
-    lines = [f"prompts: {len(results.trials)}; speed-up over {results.reference}, prompts apart"]
+    lines = [
+        f"prompts: {len(results.trials)}; speed-up over {results.reference}: of decoding alone, "
+        "without reading prompts",
+        "ms a step: draft (drafter: in the drafter's calls), verify, rest; prompt: ms a prompt",
+        "counts a step: nodes, calls of the drafter, experts read",
+    ]
     if left := [name for name in results.methods if name not in results.compared]:
         which = "no outputs are" if results.reference in left else f"{', '.join(left)}: not"
         lines.append(f"{which} compared: they are sampled without --seed, or by noise of their own")
@@ -148,7 +181,8 @@ def number(value: float | None, error: float | None = None) -> str:
     """Return a figure as text, with its standard error if there is one; a dash for none."""
     if value is None:
         return "-"
-    return f"{value:{'.1f' if value >= 100 else '.2f'}}" + (f" ± {error:.2f}" if error else "")
+    digits = 0 if value >= 10_000 else 1 if value >= 100 else 2
+    return f"{value:.{digits}f}" + (f" ± {error:.2f}" if error else "")
 
 
 def same(figures: Figures) -> str:

@@ -23,10 +23,19 @@ from quickbeam.params import COUPLED, SamplingParams
 
 Progress = Callable[[str, float], None]  # a stage, and the share (0 to 1) that is done
 REFERENCE = "ar"  # the method whose answers, given one at a time, others are compared with
-# columns of the table, by their names in the JSON
-COLUMNS = {"decoding": "decoding_tokens_per_second", "p50 first ms": "p50_ttft_ms"}
-COLUMNS |= {"p95 first ms": "p95_ttft_ms", "p50 ms a token": "p50_tpot_ms"}
-COLUMNS |= {"p95 ms a token": "p95_tpot_ms", "MAT": "mean_accepted_tokens"}
+# columns of the tables of speed and of waiting, by their names in the JSON
+SPEEDS = {
+    "tokens/s": "tokens_per_second",
+    "over ar": "over_ar",
+    "decoding": "decoding_tokens_per_second",
+    "MAT": "mean_accepted_tokens",
+}
+WAITING = {
+    "first p50": "p50_ttft_ms",
+    "first p95": "p95_ttft_ms",
+    "token p50": "p50_tpot_ms",
+    "token p95": "p95_tpot_ms",
+}
 
 
 @dataclass
@@ -224,15 +233,16 @@ def by_load(runs: Sequence[Run]) -> dict[int, dict[str, dict[str, Any]]]:
     return cells
 
 
-def table(runs: Sequence[Run]) -> str:
-    """Return the figures as a Markdown table."""
-    return markdown(
-        [
-            {"at a time": load, "method": name, "tokens/s": number(one["tokens_per_second"])}
-            | {"over ar": number(one["over_ar"])}
-            | {column: number(one[key]) for column, key in COLUMNS.items()}
-            | {"identical": same(one)}
-            for load, by_name in by_load(runs).items()
-            for name, one in by_name.items()
-        ]
-    )
+def tables(runs: Sequence[Run]) -> list[str]:
+    """Return the figures as Markdown tables: speed, and how long requests wait.
+
+    They fit 90 columns with the names of methods.
+    """
+    speeds, waiting = list[dict[str, object]](), list[dict[str, object]]()
+    for load, by_name in by_load(runs).items():
+        for name, one in by_name.items():
+            speed = {column: number(one[key]) for column, key in SPEEDS.items()}
+            times = {column: number(one[key]) for column, key in WAITING.items()}
+            speeds.append({"at a time": load, "method": name, **speed, "identical": same(one)})
+            waiting.append({"at a time": load, "ms": name, **times})
+    return [markdown(speeds), markdown(waiting)]

@@ -85,5 +85,5 @@ def root(
 
 
 for command in (generate, chat, serve, batch, train, inspect, pull, demo, doctor):
-    app.command()(fields.command(command))
+    app.command(cls=fields.Command)(fields.command(command))
 app.add_typer(bench.commands, name="bench")

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from quickbeam.bench.methods import (
-    KNOWN,
+    NAMES,
     SYNTAX,
     LLMRunner,
     MethodItem,
@@ -29,7 +29,7 @@ from quickbeam.cli.common import (
     progress_bar,
     save,
 )
-from quickbeam.cli.fields import command
+from quickbeam.cli.fields import Command, Group, command
 from quickbeam.errors import InvalidInput
 from quickbeam.options import VOCABS
 from quickbeam.params import SamplingParams
@@ -37,16 +37,21 @@ from quickbeam.params import SamplingParams
 # what transformers' generate takes of an answer's parameters
 PEER_PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 MOST = 1024  # requests at a time
-HELP = f"Comma-separated {SYNTAX}. Names: {KNOWN}; vocabularies: {', '.join(VOCABS)}."
+WAITING = "ms to the first and to each further token; half (p50) or 95 % of requests are below"
+METHODS = (
+    f"What is compared, comma-separated, each as {SYNTAX}. Names: {', '.join(NAMES)}; "
+    f"vocabularies: {', '.join(VOCABS)}."
+)
 
 
 @dataclass(frozen=True)
 class QuestionOptions:
     """What is asked, of each question its first turn."""
 
-    questions: Path | None = None
-    """Spec-Bench lines (question_id, category, turns). Default: a set of our own."""
-    limit: int | None = field(default=None, metadata={"min": 1})
+    questions: Path | None = field(default=None, metadata={"metavar": "FILE", "common": True})
+    """File of questions, in lines as Spec-Bench has them (question_id, category, turns). Default: a
+    set of our own."""
+    limit: int | None = field(default=None, metadata={"min": 1, "common": True})
     """Questions to ask, spread evenly over the categories. Default: all."""
     raw: bool = False
     """Give questions as they are, without the chat template."""
@@ -56,30 +61,33 @@ class QuestionOptions:
 class ThroughputOptions(QuestionOptions):
     """What is asked, and how much at once."""
 
-    concurrency: str = "1,4,16"
-    """Requests at a time; several, comma-separated."""
+    concurrency: str = field(default="1,4,16", metadata={"metavar": "N,N,…", "common": True})
+    """How many requests are under way at a time; one or several numbers, comma-separated."""
     rate: float | None = None
-    """Requests that arrive a second, at random (Poisson). Default: all at once."""
+    """Requests that arrive a second, at random times (Poisson). Default: all at once."""
     cancel: float = field(default=0.0, metadata={"min": 0.0, "max": 1.0})
-    """The share of clients that go away midway."""
+    """Share of clients that go away in the middle of their answer."""
     rounds: int = field(default=1, metadata={"min": 1})
-    """How often every cell is run, in turn."""
+    """How often every method is measured with each number of --concurrency, in turn."""
 
 
 @dataclass(frozen=True)
 class ReportOptions:
     """What is compared, and where the figures go."""
 
-    methods: str = field(default="ar,pld,logitspec,auto", metadata={"help": HELP})
-    json: Path | None = None
-    """Write the figures here."""
+    methods: str = field(
+        default="ar,pld,logitspec,auto",
+        metadata={"metavar": "NAME,NAME,…", "help": METHODS, "common": True},
+    )
+    json: Path | None = field(default=None, metadata={"metavar": "FILE", "common": True})
+    """File that gets the figures, as JSON."""
 
     def save(self, record: dict[str, Any]) -> None:
         if self.json is not None:
             save("--json", self.json, record)
 
 
-commands = typer.Typer(help="Measure. Without a command: methods, one request at a time.")
+commands = typer.Typer(cls=Group)
 
 
 @commands.callback(invoke_without_command=True)
@@ -91,8 +99,12 @@ def bench(
     report: ReportOptions,
     params: SamplingParams = SamplingParams(max_tokens=128),  # noqa: B008
 ) -> None:
-    """Compare methods: MAT, tokens/s, speed-up and identical outputs, per category and overall.
-    Above temperature 0 outputs are compared where a --seed is given."""
+    """Compare methods by asking questions, one at a time.
+
+    Tables show MAT (the mean accepted tokens a step), tokens/s, speed-up and how many outputs are
+    identical, for each category and overall. Above temperature 0 outputs are compared where a
+    --seed is given.
+    """
     if context.invoked_subcommand is None:
         compare(asked, target, report, params)
 
@@ -137,7 +149,7 @@ def kept(finish: Callable[[], None]) -> Iterator[None]:
         finish()
 
 
-@commands.command()
+@commands.command(cls=Command)
 @command
 def throughput(
     load: ThroughputOptions,
@@ -145,9 +157,12 @@ def throughput(
     report: ReportOptions = ReportOptions("ar,logitspec,auto"),
     params: SamplingParams = SamplingParams(max_tokens=128, seed=0),  # noqa: B008
 ) -> None:
-    """Many requests at once: tokens a second, prompts and waiting included ("decoding" leaves out
-    the steps in which prompts are read); how long they wait for their first token and for each
-    further one; and how many answers are the ones given alone by plain decoding."""
+    """Compare methods while many requests are under way.
+
+    Tables show tokens a second, prompts and waiting included ("decoding" leaves out the steps in
+    which prompts are read); how many answers are the ones given alone by plain decoding; and how
+    long requests wait for their first token and for each further one.
+    """
     parts = [part.strip() for part in load.concurrency.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) <= MOST for part in parts):
         raise InvalidInput(
@@ -160,7 +175,7 @@ def throughput(
     if peer := next((item.name for item in items if item.is_peer), None):
         raise InvalidInput(f"--methods {peer}: answers one request at a time; leave it out")
     with loading_progress(target.model, target.drafter) as loading:
-        from quickbeam.bench.throughput import Run, by_load, fitting, measure, requests, table
+        from quickbeam.bench.throughput import Run, by_load, fitting, measure, requests, tables
 
         runners, name, _ = load_runners(items, target.arguments(), loading, load.raw)
     runner, runs = next(iter(runners.values())), list[Run]()
@@ -171,7 +186,7 @@ def throughput(
 
     def finish() -> None:
         if runs:
-            typer.echo(table(runs))
+            typer.echo("\n".join([*tables(runs), WAITING]))
             about["complete"] = len(runs) == load.rounds * len(loads) * len(items)
             report.save({**about, "concurrency": by_load(runs)})
         runner.llm.close()

@@ -1,5 +1,5 @@
 """What commands share: how models are loaded and answers constrained, checked before PyTorch is
-imported, which takes seconds; progress, showing a stream, records, the line of statistics."""
+imported, which takes seconds; progress, showing a stream, records, statistics of an answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from quickbeam import cache, hub
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import METHODS, preset, stand_in
+from quickbeam.mtp import MTP
 from quickbeam.options import VOCABS, Budget, check_vocab
 
 if TYPE_CHECKING:
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     from quickbeam.llm import LLM
 
 FORMATS = ("bfloat16", "int8", "int4")
+# the sources of drafted tokens, in words
+SOURCES = {
+    "ngram": "the text",
+    "drafter": "the drafter",
+    "last_logits": "last logits",
+    "recycling": "recycled logits",
+    "answers": "earlier answers",
+}
 # control characters, without tab and line end
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -40,31 +49,38 @@ class ModelOptions:
         default=None,
         metadata={
             "help": "Folder, .gguf file, Hugging Face id or built-in model. "
-            f"Default: {hub.DEFAULT}."
+            f"Default: {hub.DEFAULT}.",
+            "common": True,
         },
     )
     budget: str | None = field(default=None, metadata={"metavar": "N|auto"})
-    """Nodes of a draft tree; auto: as many as pay, by measured cost. Default: the method's own."""
-    drafter: str | None = None
-    """A smaller model, a feature or block drafter, or mtp, a head in the
-    files of the model itself, for the methods that draft with one."""
-    vocab: str | None = field(default=None, metadata={"metavar": "|".join(VOCABS)})
-    """Which part of the vocabulary a feature or block drafter scores. Default: the method's
+    """Most nodes of a draft tree; auto: as many as pay, by measured cost. Default: the method's
     own."""
-    shortlist: int | None = field(default=None, metadata={"metavar": "SIZE"})
-    """About how many tokens that is. Default: frequency a quarter of the vocabulary, clusters an
-    eighth, router a sixteenth."""
+    drafter: str | None = field(default=None, metadata={"metavar": "MODEL", "common": True})
+    """What drafts, for the methods that draft with a model: a smaller model, a feature or block
+    drafter, or mtp, a head in the files of the model itself."""
+    vocab: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "NAME",
+            "help": "Which part of the vocabulary a feature or block drafter scores: "
+            f"{', '.join(VOCABS)}. Default: the method's own.",
+        },
+    )
+    shortlist: int | None = field(default=None, metadata={"metavar": "N"})
+    """About how many tokens of the vocabulary a feature or block drafter scores. Default: with
+    --vocab frequency a quarter of them, clusters an eighth, router a sixteenth."""
     dtype: str = field(
         default="bfloat16", metadata={"choices": ("bfloat16", "float16", "float32", "auto")}
     )
     """Number format of the weights; auto: the one in the model's configuration."""
-    weights: str = field(default="bfloat16", metadata={"choices": FORMATS})
+    weights: str = field(default="bfloat16", metadata={"choices": FORMATS, "common": True})
     """Quantise the weights (on a CPU): int8 reads half the bytes of bfloat16, int4 a third."""
     draft_weights: str | None = field(default=None, metadata={"choices": FORMATS})
-    """The same of a smaller model that drafts. Default: as the model's."""
+    """Quantise the weights of a smaller model that drafts. Default: as --weights."""
     memory: str | None = field(default=None, metadata={"metavar": "SIZE"})
-    """For the weights, as in 2GB: the rest is read from disk in every pass (CUDA: from host
-    memory). Default: all in memory."""
+    """Memory for the weights, as in 2GB. What exceeds it is read from disk in every pass (CUDA:
+    from host memory). Default: all weights stay in memory."""
     device: str | None = field(default=None, metadata={"choices": ("cpu", "cuda")})
     """Where the model runs. Default: cuda where there is one."""
     trust_remote_code: bool = False
@@ -87,15 +103,20 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class LoadOptions(ModelOptions):
-    """How a model is loaded to answer with a method."""
+    """How a model and its drafter are loaded, and what drafts are made of."""
 
     method: str = field(
-        default="auto", metadata={"help": f"How tokens are drafted: {', '.join(METHODS)}."}
+        default="auto",
+        metadata={
+            "metavar": "NAME",
+            "help": f"How tokens are drafted: {', '.join(METHODS)}.",
+            "common": True,
+        },
     )
     memory_of_answers: str = field(default="64MB", metadata={"metavar": "SIZE"})
     """Memory for prompts and answers that are over, which later answers draft from; 0 for none."""
     keep: str | None = field(default=None, metadata={"metavar": "FILE"})
-    """Keep them in this file from one run to the next."""
+    """File that keeps the prompts and answers of --memory-of-answers from one run to the next."""
 
     def check(self) -> None:
         """Raise `InvalidInput` for what can be seen to be wrong before PyTorch is imported."""
@@ -134,14 +155,14 @@ def check_models(*names: str | None) -> None:
 class ReplicaOptions:
     """How many answers are computed at a time, and whether by replicas on Ray."""
 
-    max_running: int = field(default=32, metadata={"min": 1})
-    """Answers made side by side."""
+    max_running: int = field(default=32, metadata={"min": 1, "common": True})
+    """Most answers that are computed at the same time; further ones wait."""
     ray: bool = False
     """Answer by replicas of the model on Ray, on this machine or a cluster."""
     replicas: int = field(default=1, metadata={"min": 1})
-    """With --ray: how many."""
+    """Replicas of the model, with --ray."""
     threads: int = field(default=1, metadata={"min": 1})
-    """With --ray: of each replica."""
+    """Threads that each replica computes with, with --ray."""
 
     def check(self, loading: LoadOptions) -> None:
         """Raise `InvalidInput` for options that don't fit one another, or can't be loaded here."""
@@ -209,16 +230,23 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def progress_bar(first: str, by_itself: bool = True) -> Iterator[cache.Progress]:
+def progress_bar(
+    first: str, by_itself: bool = True, written: bool = False
+) -> Iterator[cache.Progress]:
     """Show a line on stderr that says what is going on, and remove it at the end.
 
-    Yields the callback that changes the line. Where stderr is no terminal, nothing is shown. What
-    is written to stderr meanwhile stands above the line.
+    Yields the callback that changes the line. What is written to stderr meanwhile stands above the
+    line. Where stderr is no terminal, nothing is shown; if `written`, each stage but plain loading
+    is a line there: what is fetched, converted or compiled, which takes long and happens once.
     `by_itself`: whether a thread draws the line, or only the callback.
     """
+    console = stderr()
+    if not console.is_terminal:
+        yield written_stages() if written else hub.quiet
+        return
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
-    how: dict[str, Any] = {"transient": True, "redirect_stdout": False, "console": stderr()}
-    how |= {"disable": not how["console"].is_terminal, "auto_refresh": by_itself}
+    how: dict[str, Any] = {"transient": True, "redirect_stdout": False, "console": console}
+    how["auto_refresh"] = by_itself
     with Progress(*columns, TimeElapsedColumn(), **how) as bar:
         task = bar.add_task(first, total=None)
 
@@ -231,15 +259,31 @@ def progress_bar(first: str, by_itself: bool = True) -> Iterator[cache.Progress]
         yield report
 
 
+def written_stages() -> cache.Progress:
+    """Return a callback that writes each stage to stderr, once, in a line. Loading is none."""
+    seen = set[str]()
+
+    def report(stage: str, fraction: float | None) -> None:
+        if stage not in seen and not stage.startswith("loading"):
+            seen.add(stage)
+            say(stage)
+
+    return report
+
+
 @contextmanager
 def loading_progress(*names: str | None) -> Iterator[cache.Progress]:
     """Show on stderr that the models of these names are loaded; the first is the target's."""
-    known = (None, *hub.EMBEDDED)
-    if all(name in known or Path(name or "").expanduser().exists() for name in names):
-        with progress_bar(f"loading {names[0] or hub.DEFAULT}") as report:
+    known = (None, MTP, *hub.EMBEDDED)
+    absent = [name for name in names if name not in known and not hub.on_this_machine(name or "")]
+    if not absent:
+        with progress_bar(f"loading {names[0] or hub.DEFAULT}", written=True) as report:
             yield report
-    else:  # the Hugging Face hub's own bars show a download
-        yield lambda stage, fraction: None
+        return
+    # in a terminal the Hugging Face hub's own bars show a download
+    if not stderr().is_terminal:
+        say(f"downloading {' and '.join(map(str, absent))} from the Hugging Face hub")
+    yield hub.quiet
 
 
 def follow(
@@ -322,22 +366,46 @@ def save(option: str, path: Path, content: str | dict[str, Any]) -> None:
         raise QuickbeamError(f"{option} {path}: not written ({error.strerror})") from error
 
 
-def statistics_line(completion: Completion, kernels: str, verbose: bool = False) -> str:
-    """Return what an answer cost, in one line; `verbose`: for who compares methods or machines."""
+def statistics_text(completion: Completion, kernels: str, verbose: bool = False) -> str:
+    """Return what an answer cost, in a line, and what was done where the drafter is too slow.
+
+    `verbose`: with further lines, for who compares methods or machines.
+    """
     s = completion.statistics
     # an answer that ended by itself needs no word
     reason = f" ({completion.finish_reason})" if completion.finish_reason != "stop" else ""
     parts = [f"{s.new_tokens} tokens{reason}", f"{s.tokens_per_second:.1f} tokens/s"]
     parts.append(f"{s.mean_accepted_tokens:.2f} tokens a step")
+    lines = [f"[{completion.method}] {', '.join(parts)}"]
     if "drafter" in s.sources and s.steps > 8 * max(1, s.drafter_calls):
-        parts.append("the drafter does not pay here")
+        used = [SOURCES.get(name, name) for name, count in s.sources.items() if count.drafted]
+        others = [name for name in used if name != SOURCES["drafter"]]
+        instead = f"drafted from {listed(others)}" if others else "decoded without drafts"
+        lines.append(f"{instead}: faster here than the drafter")
     if verbose:
-        parts += [f"{s.steps} steps", f"prefill {s.prefill_seconds:.2f} s"]
-        if completion.seed is not None:
-            parts.append(f"seed {completion.seed}")
-        if s.head is not None and s.head.calls:
-            parts.append(f"drafter scored {s.head.tokens / s.head.calls:,.0f} tokens a call")
-        for name, count in s.sources.items():
-            parts.append(f"{name} {count.accepted} of {count.drafted} drafted accepted")
-        parts += ["bit-identical" if s.exact else "not bit-identical", f"kernels: {kernels}"]
-    return f"[{completion.method}] " + ", ".join(parts)
+        lines += more_statistics(completion, kernels)
+    return "\n  ".join(lines)
+
+
+def more_statistics(completion: Completion, kernels: str) -> list[str]:
+    """Return lines on how an answer was made."""
+    s = completion.statistics
+    seed = f", seed {completion.seed}" if completion.seed is not None else ""
+    lines = [f"{s.steps} steps, prefill {s.prefill_seconds:.2f} s{seed}"]
+    accepted = [
+        f"{name} {count.accepted} of {count.drafted}"
+        for name, count in s.sources.items()
+        if count.drafted
+    ]
+    if accepted:
+        lines.append(f"drafts accepted: {', '.join(accepted)}")
+    if s.head is not None and s.head.calls:
+        scored = s.head.tokens / s.head.calls
+        lines.append(f"the drafter scored {scored:,.0f} tokens of the vocabulary a call")
+    exact = "bit-identical" if s.exact else "not bit-identical"
+    return [*lines, f"{exact} to plain decoding, kernels: {kernels}"]
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return words as in `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +14,7 @@ from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
-from quickbeam.cli.common import LoadOptions, check_output, harmless, save, stderr
+from quickbeam.cli.common import SOURCES, LoadOptions, check_output, harmless, save, stderr
 from quickbeam.hub import DEFAULT
 from quickbeam.machine import cpu_name
 from quickbeam.params import SamplingParams
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
 # columns of the picture: at this width a README shows its text no smaller than code
 WIDTH = 104
 # of accepted tokens, by the source that drafted them
-COLOURS = {"ngram": "bright_cyan", "drafter": "bright_green", "last_logits": "bright_magenta"}
-NAMES = {"ngram": "n-grams of the text", "drafter": "the drafter", "last_logits": "the last logits"}
+COLOURS = {
+    "ngram": "bright_cyan",
+    "drafter": "bright_green",
+    "last_logits": "bright_magenta",
+    "recycling": "bright_yellow",
+}
 FONTS = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)  # a picture would fetch these
 
 EDIT = """Rename the class Stack to Pile.
@@ -70,14 +75,17 @@ class SourcedAnswer(NamedTuple):
 class DemoOptions:
     """What is shown."""
 
-    max_tokens: int = field(default=160, metadata={"min": 1})
+    max_tokens: int = field(default=160, metadata={"min": 1, "common": True})
     """Longest answer, in tokens."""
-    svg: Path | None = field(default=None, metadata={"metavar": "OUT.svg"})
-    """Draw what is shown here, as a picture."""
+    svg: Path | None = field(default=None, metadata={"metavar": "OUT.svg", "common": True})
+    """File that also gets what is shown, as a picture."""
 
 
 def demo(loading: LoadOptions, given: DemoOptions) -> None:
-    """Answer two prompts plainly and speculatively, and show both answers with their speed."""
+    """Answer two prompts without and with drafts, side by side.
+
+    Both answers are shown with their speed.
+    """
     if given.svg is not None:
         check_output("--svg", given.svg)
     silent = replace(loading, memory_of_answers="0", keep=None)  # both answer the same prompts
@@ -86,6 +94,7 @@ def demo(loading: LoadOptions, given: DemoOptions) -> None:
     out = Console(record=drawn, width=WIDTH if drawn else None, highlight=False)
     for name in methods:  # measures costs and fills caches: not counted
         answer(llm, name, EDIT, params, "warming up")
+    used = set[str | None]()
     for title, prompt in EXAMPLES.items():
         # The faster of two rounds counts, because other programs may slow one of them down.
         rounds = [[answer(llm, one, prompt, params) for one in methods] for _ in range(2)]
@@ -94,11 +103,12 @@ def demo(loading: LoadOptions, given: DemoOptions) -> None:
             for answers in zip(*rounds, strict=True)
         ]
         plain, fast = best[0], best[-1]
+        used |= set(fast.sources)
         columns = Table.grid(Column(ratio=1), Column(ratio=1), expand=True)
         columns.add_row(panel(plain, llm.tokenizer), panel(fast, llm.tokenizer))
         out.print(Rule(title, style="dim"), Text(prompt.splitlines()[0], style="dim"), columns)
         out.print(Text(verdict(plain.completion, fast.completion), style="bold"), "")
-    out.print(legend(), Text(WORDS, style="dim"), sep="\n")
+    out.print(legend(used), Text(WORDS, style="dim"), sep="\n")
     name = Path(loading.model or DEFAULT).name
     out.print(Text(f"{name} on {cpu_name()}, kernels: {llm.kernels}", style="dim"))
     if given.svg is not None:
@@ -140,11 +150,12 @@ def panel(answer: SourcedAnswer, tokenizer: Any) -> Panel:
     return Panel(text, title=completion.method, subtitle=speed, border_style="dim")
 
 
-def legend() -> Text:
-    """Return which source each colour stands for, in a line."""
+def legend(used: Collection[str | None]) -> Text:
+    """Return which source each colour stands for, of those `used`, in a line."""
     text = Text("drafted and accepted: ", style="dim")
-    for source in COLOURS:
-        text.append(f"{NAMES[source]} ", style=f"not dim {COLOURS[source]}").append("· ")
+    for source, colour in COLOURS.items():
+        if source in used:
+            text.append(f"{SOURCES[source]} ", style=f"not dim {colour}").append("· ")
     return text.append("the rest is the model's own")
 
 

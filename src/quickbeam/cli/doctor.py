@@ -9,7 +9,11 @@ import json
 import os
 import platform
 import shutil
+import textwrap
+import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Annotated, NamedTuple
@@ -18,12 +22,15 @@ import typer
 
 from quickbeam import __version__, hub
 from quickbeam.cache import cache_folder
-from quickbeam.cli.common import progress_bar
+from quickbeam.cli.common import harmless, progress_bar
 from quickbeam.errors import InvalidInput
 from quickbeam.machine import cpu_name, usable_cores
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 COLOURS = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
+BUSY = 0.2  # of a core: what uses less slows nothing down
+MOMENT = 0.5  # seconds for which other programs are watched
+MOST_NAMED = 5  # programs
 LITTLE = 2 * 10**9  # bytes of free memory that are ample for the default model
 COMPILE = "python -m quickbeam.models.native.build"
 EXTRAS = ("serve", "grammar", "kernels", "ray")
@@ -63,6 +70,45 @@ def memory() -> Finding:
     text = f"{now.total / 1e9:.1f} GB, {now.available / 1e9:.1f} GB free"
     todo = "little is free: end other programs, or take --weights int4 and --kv-memory 200MB"
     return Finding(NOTE, text, todo) if now.available < LITTLE else Finding(OK, text)
+
+
+def load() -> Finding:
+    average, programs, cores = load_average(), busy_programs(MOMENT), usable_cores()
+    text = f"load average {average:.1f} on {cores} cores"
+    todo = "they slow answers down and make figures vary: end them, or wait"
+    if programs:
+        busy = [f"{name} ({share:.1f} cores)" for name, share in programs.items()]
+        more = f" and {len(busy) - MOST_NAMED} more" if len(busy) > MOST_NAMED else ""
+        return Finding(NOTE, f"{text}; other programs: {', '.join(busy[:MOST_NAMED])}{more}", todo)
+    if average > cores:  # of programs that end all the time, or that run outside a container
+        return Finding(NOTE, f"{text}, of programs that can't be seen from here", todo)
+    return Finding(OK, f"{text}; no other program is busy")
+
+
+def load_average() -> float:
+    """Return how many programs ran or waited for a core, on average over the last minute."""
+    import psutil
+
+    return float(psutil.getloadavg()[0])
+
+
+def busy_programs(seconds: float) -> dict[str, float]:
+    """Return the programs that use cores in the coming `seconds`, by name, busiest first.
+
+    Their shares are of one core. This process is left out, and so are programs below `BUSY`.
+    """
+    import psutil
+
+    watched = [one for one in psutil.process_iter(["name"]) if one.pid != os.getpid()]
+    shares = Counter[str]()
+    for process in watched:
+        with suppress(psutil.Error):
+            process.cpu_percent()  # from here on
+    time.sleep(seconds)
+    for process in watched:
+        with suppress(psutil.Error):
+            shares[harmless(process.info["name"] or "?")] += process.cpu_percent() / 100
+    return {name: share for name, share in shares.most_common() if share >= BUSY}
 
 
 def gpu() -> Finding:
@@ -124,7 +170,7 @@ def extras() -> Finding:
     missing = {extra: ", ".join(lacking(extra)) for extra in EXTRAS if lacking(extra)}
     parts = [", ".join(extra for extra in EXTRAS if extra not in missing) or "none installed"]
     parts += [f"{extra} lacks {names}" for extra, names in missing.items()]
-    todo = f"where you need it: pip install 'quickbeam[{','.join(missing)}]'" if missing else ""
+    todo = f"pip install 'quickbeam[{','.join(missing)}]' where you need it" if missing else ""
     return Finding(NOTE if missing else OK, "; ".join(parts), todo)
 
 
@@ -142,7 +188,7 @@ def model() -> Finding:
     return Finding(NOTE, f"{text}: the first answer waits for it", "quickbeam pull")
 
 
-CHECKS = (cpu, memory, gpu, kernels, packages, extras, model)
+CHECKS = (cpu, load, memory, gpu, kernels, packages, extras, model)
 
 
 def look(check: Callable[[], Finding]) -> Finding:
@@ -156,7 +202,10 @@ def look(check: Callable[[], Finding]) -> Finding:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON record.")] = False,
 ) -> None:
-    """Look at the machine: what is slow here and why. Exit code 1 where models can't run."""
+    """Say what makes quickbeam slow or unable to run here.
+
+    Exit code 1 where models can't run.
+    """
     findings = {check.__name__: look(check) for check in CHECKS}
     can_run = all(finding.status != PROBLEM for finding in findings.values())
     if as_json:
@@ -164,8 +213,15 @@ def doctor(
         print(json.dumps({"quickbeam": __version__, "can_run": can_run, "findings": rows}))
     for name, (status, text, todo) in findings.items() if not as_json else ():
         typer.secho(f"{status:8}", fg=COLOURS[status], nl=False)
-        print(f"{name:10}{text}" + (f"\n{'':18}→ {todo}" if todo else ""))
+        first, *others = wrapped(text) + (wrapped(f"→ {todo}") if todo else [])
+        print(f"{name:10}{first}", *(f"{'':18}{line}" for line in others), sep="\n")
     raise typer.Exit(not can_run)
+
+
+def wrapped(text: str) -> list[str]:
+    """Return a finding's text in lines as the terminal is wide. Paths and options stay whole."""
+    width = max(40, shutil.get_terminal_size().columns - 18)
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True)
@@ -174,14 +230,21 @@ class PullOptions:
 
     name: str = field(
         default=hub.DEFAULT,
-        metadata={"argument": True, "help": f"One of: {', '.join(hub.EMBEDDED)}."},
+        metadata={
+            "argument": True,
+            "metavar": "NAME",
+            "help": f"Embedded model to fetch, one of: {', '.join(hub.EMBEDDED)}.",
+        },
     )
-    list: bool = False
-    """Fetch nothing: say what is in the cache."""
+    list: bool = field(default=False, metadata={"common": True})
+    """Fetch nothing: say which models there are, and what is in the cache."""
 
 
 def pull(given: PullOptions) -> None:
-    """Fetch a built-in model into the cache, unless it is there, and print its folder."""
+    """Fetch a built-in model into the cache.
+
+    Its folder is printed. What is there already is not fetched again.
+    """
     if given.list:
         for name, entry in hub.EMBEDDED.items():
             size = hub.pulled_bytes(name)
@@ -189,6 +252,6 @@ def pull(given: PullOptions) -> None:
             folder = cache_folder() / name
             print(f"{name}: {state}, {entry.license}\n  {entry.summary}\n  {folder}")
     else:
-        with progress_bar(f"looking for {given.name}") as report:
+        with progress_bar(f"looking for {given.name}", written=True) as report:
             folder = hub.pull(given.name, report)
         print(folder)

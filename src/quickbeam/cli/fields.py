@@ -2,23 +2,34 @@
 
 A field of a command's dataclass becomes an option of its name, with its type and default, and its
 attribute docstring as help. `metadata` of the field may say more: `choices`, `metavar`, `min`,
-`max`, `help` in place of the docstring, `option`: other names, or False for none, and `argument`:
-True for what is given without a name.
+`max`, `help` in place of the docstring, `option`: other names, or False for none, `argument`: True
+for what is given without a name, and `common`: True for an option that many people use.
+
+The help of a command shows common options first, the others of each dataclass together below the
+first words of its docstring. Errors about a field are in the words of the command line.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import lru_cache, wraps
 from inspect import Parameter, Signature, cleandoc, getsource, signature
 from itertools import pairwise
+from pathlib import Path
 from textwrap import dedent
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
+from quickbeam.errors import InvalidInput
+
+ARGUMENTS, COMMON = "Arguments", "Options"  # the first headings of a command's help
+# what stands for a value in help, by its type
+METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 _hints = lru_cache(get_type_hints)  # which compiles every annotation
 
 
@@ -26,27 +37,72 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     """Return `function` for typer, with options in place of its parameters that are dataclasses."""
     hints = get_type_hints(function, include_extras=True)
     parameters, kinds = list[Parameter](), dict[str, tuple[type, list[str]]]()
+    names = dict[str, str]()
     for parameter in signature(function).parameters.values():
         kind = hints[parameter.name]
         if not is_dataclass(kind):
             parameters.append(parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY))
             continue
         assert isinstance(kind, type)
-        taken = [field for field in fields(kind) if field.metadata.get("option") is not False]
+        taken = _taken(kind)
         kinds[parameter.name] = kind, [field.name for field in taken]
         parameters += [_option(kind, field, parameter.default) for field in taken]
+        names |= option_names(kind)
 
     @wraps(function)
     def run(**values: Any) -> None:
-        for name, (kind, taken) in kinds.items():
-            given = {field: values.pop(field) for field in taken}
-            lists = {field: tuple(v) for field, v in given.items() if isinstance(v, list)}
-            values[name] = kind(**{**given, **lists})
-        function(**values)
+        try:
+            for name, (kind, taken) in kinds.items():
+                given = {field: values.pop(field) for field in taken}
+                lists = {field: tuple(v) for field, v in given.items() if isinstance(v, list)}
+                values[name] = kind(**{**given, **lists})
+            function(**values)
+        except InvalidInput as error:
+            error.args = (in_options(str(error), names),)
+            raise
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     return run
+
+
+def in_options(message: str, names: Mapping[str, str]) -> str:
+    """Return an error's message with `--max-tokens 0` in place of `max_tokens=0`.
+
+    `names`: the option of each field.
+    """
+
+    def option(field: re.Match[str]) -> str:
+        return f"{names[field[1]]} " if field[1] in names else field[0]
+
+    return re.sub(r"\b(\w+)=(?=\S)", option, message)
+
+
+def option_names(kind: type) -> dict[str, str]:
+    """Return the option of each field of a dataclass, such as `--max-tokens` of `max_tokens`."""
+    return {field.name: _names(kind, field)[0] for field in _taken(kind)}
+
+
+def _taken(kind: Any) -> list[Field[Any]]:
+    """Return the fields of a dataclass that have an option."""
+    return [field for field in fields(kind) if field.metadata.get("option") is not False]
+
+
+def _names(owner: type, field: Field[Any]) -> list[str]:
+    """Return how an option is given, such as `--verbose` and `-v`. That of a list is singular."""
+    if given := field.metadata.get("option"):
+        return str(given).split()
+    name = f"--{field.name.replace('_', '-')}"
+    return [name.removesuffix("s") if _is_list(_hints(owner)[field.name]) else name]
+
+
+def _is_list(kind: Any) -> bool:
+    return get_origin(kind) in (Sequence, tuple)
+
+
+def _heading(owner: type) -> str:
+    """Return the docstring of a dataclass up to the first full stop or colon, in one line."""
+    return " ".join(re.split(r"[.:]", owner.__doc__ or "")[0].split())
 
 
 def _option(owner: type, field: Field[Any], given: Any) -> Parameter:
@@ -54,21 +110,25 @@ def _option(owner: type, field: Field[Any], given: Any) -> Parameter:
     kind: Any = _hints(owner)[field.name]
     more, default = dict(field.metadata), getattr(given, field.name, field.default)
     text = more.pop("help", None) or _docs(owner).get(field.name, "")
-    name, *others = (more.pop("option", "") or f"--{field.name.replace('_', '-')}").split()
+    name, *others = _names(owner, field)
+    more.pop("option", None)
+    heading = COMMON if more.pop("common", False) else _heading(owner)
     if default is MISSING:
         default = None if type(None) in get_args(kind) else Parameter.empty
-    elif get_origin(kind) in (Sequence, tuple):
+    elif _is_list(kind):
         kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]
-        name = name.removesuffix("s")
         text += " May be repeated."
     if choices := more.pop("choices", None):
         kind = Literal[choices] | None if default is None else Literal[choices]
     if kind in (bool, bool | None) and default is not False:
         name += f"/--no-{name[2:]}"
-    argument = more.pop("argument", False)
-    what: Any = typer.Option(name, *others, help=text, **more)
-    if argument:
-        what = typer.Argument(help=text, **more)
+    value = next((one for one in (kind, *get_args(kind)) if one in METAVARS), None)
+    if value is not None:
+        more.setdefault("metavar", METAVARS[value])
+    if more.pop("argument", False):
+        what: Any = typer.Argument(help=text, **more)
+    else:
+        what = typer.Option(name, *others, help=text, rich_help_panel=heading, **more)
     return Parameter(
         field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, what]
     )
@@ -92,3 +152,34 @@ def _docs(kind: type) -> dict[str, str]:
         and isinstance(text.value, ast.Constant)
         and isinstance(text.value.value, str)
     }
+
+
+class Command(TyperCommand):
+    """A command whose help shows its options in groups."""
+
+    def format_options(self, context: Any, formatter: Any) -> None:
+        write_options(self, context, formatter)
+
+
+class Group(TyperGroup):
+    """A command with commands of its own, whose help shows its options in groups."""
+
+    def format_options(self, context: Any, formatter: Any) -> None:
+        write_options(self, context, formatter)
+        self.format_commands(context, formatter)
+
+
+def write_options(command: TyperCommand | TyperGroup, context: Any, formatter: Any) -> None:
+    """Write a command's arguments, its common options, then the others under their headings."""
+    groups: dict[str, list[tuple[str, str]]] = {ARGUMENTS: [], COMMON: []}
+    for parameter in command.get_params(context):
+        heading = getattr(parameter, "rich_help_panel", None) or COMMON
+        if parameter.param_type_name == "argument":
+            heading = ARGUMENTS
+        record = parameter.get_help_record(context)
+        if record is not None:
+            groups.setdefault(heading, []).append(record)
+    for heading, records in groups.items():
+        if records:
+            with formatter.section(heading):
+                formatter.write_dl(records)

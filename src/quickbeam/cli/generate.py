@@ -19,10 +19,11 @@ from quickbeam.cli.common import (
     follow,
     save,
     say,
-    statistics_line,
+    statistics_text,
     strict_json,
     write,
 )
+from quickbeam.cli.fields import in_options, option_names
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.params import SamplingParams
 
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 LONGER = SamplingParams(max_tokens=512)
 HELP = (
-    "/reset forgets the conversation, /exit (or Ctrl-D) ends it, /help shows this. Ctrl-C "
-    "stops an answer and keeps it."
+    "/reset forgets the conversation, /exit (or Ctrl-D) ends it, /help shows this.\n"
+    "Ctrl-C stops an answer and keeps it."
 )
 
 
@@ -40,9 +41,9 @@ HELP = (
 class ChatOptions:
     """How the model is spoken to."""
 
-    system: str | None = None
-    """System message put before the conversation."""
-    verbose: bool = field(default=False, metadata={"option": "--verbose -v"})
+    system: str | None = field(default=None, metadata={"common": True})
+    """System message before the conversation."""
+    verbose: bool = field(default=False, metadata={"option": "--verbose -v", "common": True})
     """Say more about how answers were made."""
 
 
@@ -50,21 +51,24 @@ class ChatOptions:
 class GenerateOptions(ChatOptions):
     """What is answered, and what is written."""
 
-    prompt: str = field(metadata={"argument": True})
+    prompt: str = field(metadata={"argument": True, "metavar": "PROMPT"})
     """The text to answer; - reads standard input."""
     raw: bool = False
     """Continue the text as it is, without the chat template."""
-    json: bool = False
+    json: bool = field(default=False, metadata={"common": True})
     """Print one JSON record instead of the text."""
     trace: Path | None = field(default=None, metadata={"metavar": "FILE.json"})
-    """Write every step's draft tree here, for `quickbeam inspect`."""
+    """File that gets every step's draft tree, for `quickbeam inspect`."""
 
 
 def generate(
-    asked: GenerateOptions, loading: LoadOptions, params: SamplingParams, wanted: GrammarOptions
+    loading: LoadOptions, params: SamplingParams, asked: GenerateOptions, wanted: GrammarOptions
 ) -> None:
-    """Answer one prompt: text on stdout as it is made, statistics on stderr. Ctrl-C and an error
-    keep the answer so far."""
+    """Answer one prompt.
+
+    The text goes to stdout as it is made, statistics to stderr. Ctrl-C and an error keep the answer
+    so far.
+    """
     if asked.raw and asked.system is not None:
         raise InvalidInput(
             "--system goes through the chat template, which --raw skips: leave one of them out"
@@ -94,7 +98,7 @@ def generate(
     if asked.json:
         write(strict_json({**completion.to_json(), "kernels": kernels}) + "\n")
     elif not isinstance(broken, QuickbeamError):
-        say(statistics_line(completion, kernels, asked.verbose))
+        say(statistics_text(completion, kernels, asked.verbose))
     if asked.trace and trace:
         save("--trace", asked.trace, trace.to_json(completion, llm.tokenizer))
     if isinstance(broken, QuickbeamError):
@@ -115,8 +119,11 @@ def read(prompt: str) -> str:
     return text
 
 
-def chat(given: ChatOptions, loading: LoadOptions, params: SamplingParams = LONGER) -> None:
-    """Talk with the model. /help lists what can be typed; lines may also come from a pipe."""
+def chat(loading: LoadOptions, given: ChatOptions, params: SamplingParams = LONGER) -> None:
+    """Talk with the model.
+
+    /help lists what can be typed; lines may also come from a pipe.
+    """
     with loading.load() as llm:  # closing it writes what --keep keeps
         talk(llm, given, params)
 
@@ -125,7 +132,7 @@ def talk(llm: LLM, given: ChatOptions, params: SamplingParams) -> None:
     """Answer line by line, up to the end of the input."""
     opening = [{"role": "system", "content": given.system}] if given.system is not None else []
     messages = list(opening)
-    say(f"{llm.name}, method {llm.method}. {HELP}")
+    say(f"{llm.name}, method {llm.method}\n{HELP}")
     for line in lines():
         if line == "/exit":
             return
@@ -135,7 +142,7 @@ def talk(llm: LLM, given: ChatOptions, params: SamplingParams) -> None:
             messages = list(opening)
             say("forgotten")
         elif line.startswith("/") and line[1:].isalpha():
-            say(f"unknown command {line}. {HELP}")
+            say(f"unknown command {line}; /help lists what there is")
         else:
             asked = [*messages, {"role": "user", "content": line}]
             try:
@@ -144,9 +151,10 @@ def talk(llm: LLM, given: ChatOptions, params: SamplingParams) -> None:
                     raise broken
             # the conversation no longer fits into the context; its earlier turns are kept
             except InvalidInput as error:
-                say(f"error: {error}; /reset starts over")
+                why = in_options(str(error), option_names(SamplingParams))
+                say(f"error: {why}; /reset starts over")
                 continue
-            say(statistics_line(completion, llm.describe(), given.verbose))
+            say(statistics_text(completion, llm.describe(), given.verbose))
             if completion.text:  # else stopped before the first word: forget the question
                 messages = [*asked, {"role": "assistant", "content": completion.text}]
 

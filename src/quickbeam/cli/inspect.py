@@ -25,13 +25,16 @@ class InspectOptions:
     """What is shown, and how."""
 
     trace: Path = field(metadata={"argument": True, "metavar": "FILE.json"})
-    """What `quickbeam generate --trace` wrote."""
-    html: Path | None = field(default=None, metadata={"metavar": "OUT.html"})
-    """Draw every step's tree, as one page."""
+    """File that `quickbeam generate --trace` wrote."""
+    html: Path | None = field(default=None, metadata={"metavar": "OUT.html", "common": True})
+    """File that gets every step's draft tree, as one page."""
 
 
 def inspect(given: InspectOptions) -> None:
-    """Show what was drafted and what became of it: by source, and with --html tree by tree."""
+    """Show what an answer's drafts were and what became of them.
+
+    The table is by source; --html shows every draft tree.
+    """
     from quickbeam.engine.trace import read_trace
 
     trace = read_trace(given.trace)

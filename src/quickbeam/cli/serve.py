@@ -8,10 +8,11 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import typer
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from quickbeam import hub
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.run import Answer, check, read, run
-from quickbeam.cli.common import LoadOptions, ReplicaOptions, needs, say
+from quickbeam.cli.common import LoadOptions, ReplicaOptions, harmless, needs, say
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 from quickbeam.serve.settings import ServeSettings
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from quickbeam.serve.runner import Runner
 
 KEY = "QUICKBEAM_API_KEY"
+MOST_NAMED = 10  # lines of a batch that failed
+REASON = 200  # characters of the reason
 AHEAD = 2  # requests under way for each answer that is computed at a time
 
 
@@ -36,8 +39,9 @@ AHEAD = 2  # requests under way for each answer that is computed at a time
 class ServeOptions:
     """What is served, and how it starts."""
 
-    served_name: Sequence[str] = field(default=(), metadata={"metavar": "NAME"})
-    """What clients call the model, and other names for it."""
+    served_name: Sequence[str] = field(default=(), metadata={"metavar": "NAME", "common": True})
+    """Name of the model for clients, and other names for it. Default: the name that it is loaded
+    by."""
     share_prefixes: bool = True
     """Share the computed beginning of prompts that begin alike."""
 
@@ -45,11 +49,16 @@ class ServeOptions:
 def serve(
     loading: LoadOptions, settings: ServeSettings, replicas: ReplicaOptions, given: ServeOptions
 ) -> None:
-    """Serve a model over HTTP to OpenAI's clients; a page to try it is at /. Ctrl-C or SIGTERM
-    finishes what is under way."""
+    """Serve a model over HTTP to OpenAI's clients.
+
+    A page to try it is at /. Ctrl-C or SIGTERM finishes what is under way.
+    """
     replicas.check(loading)
     if settings.default_temperature is not None:
-        SamplingParams(temperature=settings.default_temperature)  # raises if it is not valid
+        try:
+            SamplingParams(temperature=settings.default_temperature)
+        except InvalidInput as error:  # which begins with the parameter's name
+            raise InvalidInput(f"default_{error}") from None
     with needs("serve", "the server"):
         from quickbeam.serve import server
         from quickbeam.serve.runner import Runner, name_of
@@ -99,23 +108,26 @@ class BatchFiles:
     """What is answered, and where answers go."""
 
     source: Path = field(metadata={"argument": True, "metavar": "IN.jsonl"})
-    """A request a line: OpenAI's batch format, or messages or prompt with parameters beside."""
+    """File of requests, one a line: OpenAI's batch format, or messages or prompt with parameters
+    beside."""
     output: Path = field(metadata={"argument": True, "metavar": "OUT.jsonl"})
-    """Answers, as they come. What is there already is not asked again."""
-    served_name: str | None = field(default=None, metadata={"metavar": "NAME"})
-    """What requests call the model."""
+    """File of answers, as they come. What it answers already is not asked again."""
+    served_name: str | None = field(default=None, metadata={"metavar": "NAME", "common": True})
+    """Name of the model in the requests. Default: the name that it is loaded by."""
 
 
 def batch(files: BatchFiles, loading: LoadOptions, replicas: ReplicaOptions) -> None:
-    """Answer a file of requests. Broken off at any moment, the same command goes on: no answer is
-    lost, and none is made twice.
+    """Answer a file of requests.
+
+    Broken off at any moment, the same command goes on: no answer is lost, and none is made twice.
 
     Exit code 1: some requests could not be answered; their records say why.
     """
     if not files.source.is_file():
         raise InvalidInput(f"{files.source}: there is no such file")
     with Journal(files.output) as journal:
-        total = check(files.source, journal)
+        lines = check(files.source, journal)
+        total = len(lines)
         try:
             if len(journal.done) < total:
                 replicas.check(loading)
@@ -124,10 +136,29 @@ def batch(files: BatchFiles, loading: LoadOptions, replicas: ReplicaOptions) -> 
             done = f"{len(journal.done)} of {total} answers are in {files.output}"
             say(f"stopped: {done}; the same command goes on")
             raise typer.Exit(130) from None
-        failed = f", {journal.failed} of them errors" if journal.failed else ""
+        failed = f", {len(journal.failed)} of them errors:" if journal.failed else ""
         say(f"{len(journal.done)} of {total} answers are in {files.output}{failed}")
         if journal.failed:
+            say("\n".join(failures(journal.failed, lines)))
             raise typer.Exit(1)
+
+
+def failures(failed: Mapping[str, str], lines: Mapping[str, int]) -> list[str]:
+    """Return a text for each request that failed, in the order of its line, or the first ones.
+
+    `failed`: the reason, by `custom_id`. `lines`: the line of each request, by `custom_id`.
+    """
+    named = sorted(failed, key=lambda name: lines[name])
+    texts = list[str]()
+    for name in named[:MOST_NAMED]:
+        where, reason = f"line {lines[name]}", shorten(failed[name], REASON, placeholder=" …")
+        own = f" ({name})" if name != f"line-{lines[name]}" else ""
+        # a line that is no request says so itself
+        where = f"{where}{own}: " if not reason.startswith(where) else ""
+        texts.append(harmless(f"  {where}{reason}"))
+    if len(named) > MOST_NAMED:
+        texts.append(f"  and {len(named) - MOST_NAMED} more; their records say why")
+    return texts
 
 
 async def answer(

@@ -13,28 +13,35 @@ from quickbeam.params import SamplingParams
 from quickbeam.train.recipes import Plan, Recipe, ShortlistPlan
 
 if TYPE_CHECKING:
+    from quickbeam.train.block import HeldOutMetrics
     from quickbeam.train.trainer import Report
 
+USEFUL = 1.3  # the MAT below which a drafter's calls cost about what its drafts save
+POSITIONS = 7  # whose agreement fits into a line
 METHODS = "ar,logitspec,dyspec:4,dyspec,auto"
 
 
 @dataclass(frozen=True)
 class StageOptions:
-    """Which stages are carried out."""
+    """Which stages are carried out, and what the bench at the end asks."""
 
-    only: str | None = field(default=None, metadata={"choices": ("text", "drafter", "shortlist")})
-    """Write text alone; train a drafter on the text that is there, which another process may add to
-    meanwhile; or make the shortlist of a feature drafter (EAGLE) that is there. Default: text, a
-    block drafter, and a bench."""
+    only: str | None = field(
+        default=None, metadata={"choices": ("text", "drafter", "shortlist"), "common": True}
+    )
+    """Carry out one stage. text: write text; drafter: train on the text that is there, which
+    another process may add to meanwhile; shortlist: make the shortlist of a feature drafter (EAGLE)
+    that is there. Default: write text, train a block drafter, and measure it."""
     limit: int = field(default=12, metadata={"min": 1})
     """Questions of the bench at the end."""
     max_tokens: int = field(default=64, metadata={"min": 3})
-    """Longest answer of the bench."""
+    """Longest answer of the bench at the end, in tokens."""
 
 
 def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: StageOptions) -> None:
-    """Make a block drafter for a model, from text that the model writes itself; then measure how
-    fast the methods are with it. Draft with it by --drafter OUT.
+    """Make a drafter for a model from text that the model writes.
+
+    It is a block drafter. At the end a bench says how fast the methods are with it. Draft with it
+    by --drafter OUT.
 
     Ctrl-C or a kill loses at most a minute; the same command goes on. OUT also holds the figures:
     training.json, log.jsonl, bench.json.
@@ -96,18 +103,38 @@ def make_drafter(plan: Plan) -> None:
 
         def trained(report: Report) -> None:
             show(f"training: loss {report.loss:.3f}, {report.rate:.0f} tokens/s", report.done)
-            held, left = report.held, report.seen * (1 / report.done - 1) / report.rate
-            say(
-                f"{report.seen:,} tokens ({report.done:.1%}): loss {report.loss:.3f}, held-out "
-                f"agreement {' '.join(f'{a:.3f}' for a in held.agreement)}, MAT {held.mat:.2f} "
-                f"(drawn {held.mat_drawn:.2f}); {report.rate:.0f} tokens/s, "
-                f"{timedelta(seconds=round(left))} left"
-            )
+            say(progress_line(report))
 
         held = stage.run(trained)
-    agreement = " ".join(f"{a:.3f}" for a in held.agreement)
-    say(f"held-out agreement by position: {agreement}; MAT {held.mat:.2f}")
+    say(f"held-out agreement by position: {agreements(held)}; MAT {held.mat:.2f}")
+    if held.mat < USEFUL:
+        say(no_gain(plan, held.mat))
     say(f"written to {plan.out}: quickbeam generate … --drafter {plan.out}")
+
+
+def progress_line(report: Report) -> str:
+    """Return how far a training is and how good its drafter is, in a line of 90 columns."""
+    left = round(report.seen * (1 / report.done - 1) / report.rate)
+    return (
+        f"{report.done:.1%}: loss {report.loss:.3f}, agreement {agreements(report.held)}, "
+        f"MAT {report.held.mat:.2f}, {timedelta(seconds=left)} left"
+    )
+
+
+def agreements(held: HeldOutMetrics) -> str:
+    """Return the agreement at each position; `log.jsonl` has those behind the first ones, too."""
+    texts = [f"{one:.2f}" for one in held.agreement[:POSITIONS]]
+    return " ".join(texts) + (" …" if len(held.agreement) > POSITIONS else "")
+
+
+def no_gain(plan: Plan, mat: float) -> str:
+    """Return what to do about a drafter that gains nothing yet."""
+    return (
+        f"the drafter gains nothing yet: at a MAT of {mat:.2f} (plain decoding: 1.00) its calls "
+        "take more\ntime than its drafts save. Millions of tokens are usual: the same command "
+        f"with more\n--tokens (now {plan.tokens:,}) or --epochs (now {plan.recipe.epochs:g}) goes "
+        "on from here"
+    )
 
 
 def make_shortlist(plan: Plan, how: ShortlistPlan) -> None:

@@ -6,11 +6,12 @@ Importing it takes no torch: a method's module is imported when the method is ma
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, did_you_mean
 from quickbeam.options import FREQUENCY, FULL, ROUTER, SHORTENED
 
 if TYPE_CHECKING:
@@ -64,10 +65,16 @@ METHODS = {
 }
 
 
+def check_method(method: str, known: Collection[str] = METHODS.keys()) -> None:
+    """Raise `InvalidInput` for a name that is none of the `known` methods."""
+    if method not in known:
+        hint = did_you_mean(method, known)
+        raise InvalidInput(f"unknown method {method!r}; known: {', '.join(known)}{hint}")
+
+
 def preset(method: str) -> Preset:
     """Return the preset of a method. Raises `InvalidInput` for an unknown name."""
-    if method not in METHODS:
-        raise InvalidInput(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+    check_method(method)
     return METHODS[method]
 
 

@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from quickbeam import __version__
 from quickbeam.batch.run import Answer, Reply
-from quickbeam.errors import QuickbeamError
+from quickbeam.errors import QuickbeamError, did_you_mean
 from quickbeam.llm import LLM
 from quickbeam.serve import completions, errors, responses
 from quickbeam.serve.admission import BYTES_A_TOKEN, TENANT, RetryableError
@@ -93,12 +93,13 @@ def create_app(runner: Runner) -> Starlette:
         allowed: Json = {"allow_origins": settings.cors_origins, "allow_methods": every}
         allowed |= {"allow_headers": every, "expose_headers": [IGNORED]}
         middleware.insert(0, Middleware(CORSMiddleware, **allowed))
-    known = ", ".join([*posts, *GET])
+    paths = [path for path in (*posts, *GET) if "{" not in path]  # without patterns of routes
 
-    def failed(_: Request, error: HTTPException) -> Response:
+    def failed(request: Request, error: HTTPException) -> Response:
         """Report an unknown path in the form of the other errors, too."""
         if error.status_code == 404:
-            error = HTTPException(404, f"there is no such path: this server has {known}")
+            known, hint = ", ".join(paths), did_you_mean(request.url.path, paths)
+            error = HTTPException(404, f"there is no such path: this server has {known}{hint}")
         return errors.response(error)
 
     handlers: Any = {HTTPException: failed}

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, did_you_mean
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import TENANT
@@ -55,7 +55,8 @@ async def begin(
         asked = speculation.method
         if asked is not None and asked not in (methods := runner.llm.methods):
             raise Refused(
-                f"no method {asked!r} here; this server runs {', '.join(methods)}",
+                f"no method {asked!r} here; this server runs {', '.join(methods)}"
+                f"{did_you_mean(asked, methods)}",
                 "speculation.method",
             )
         if tokens > LONG * request.count * (room := runner.llm.room(0)):  # not worth tokenising

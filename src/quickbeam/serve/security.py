@@ -39,7 +39,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app, self._settings = app, settings
         self._keys = [sha256(key.encode()).digest() for key in settings.api_keys]
-        self._most = parse_bytes(settings.max_body)
+        self._most = parse_bytes(settings.max_body, "max_body")
         self._open = OPEN if settings.protect_metrics else (*OPEN, "/metrics")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

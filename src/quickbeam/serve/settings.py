@@ -15,11 +15,14 @@ SECONDS = ("read_timeout", "queue_timeout", "keep_alive", "heartbeat_limit", "dr
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Settings of a server. Raises `InvalidInput` for values that can't be used."""
+    """Where a server listens, who may use it, and its limits.
 
-    host: str = "127.0.0.1"
+    Raises `InvalidInput` for values that can't be used.
+    """
+
+    host: str = field(default="127.0.0.1", metadata={"common": True})
     """Address to listen at. Default: only this machine can connect."""
-    port: int = 8000
+    port: int = field(default=8000, metadata={"common": True})
     """Port to listen at; 0: any that is free."""
     served_name: str | None = field(default=None, metadata={"option": False})
     """What clients call the model. None: the name that it was loaded by."""
@@ -28,13 +31,13 @@ class ServeSettings:
     default_temperature: float | None = None
     """Temperature of requests that name none. Default: the model's own (generation_config), else
     1."""
-    api_keys: tuple[str, ...] = field(default=(), metadata={"metavar": "KEY"})
-    """Clients must send this key, or one of them. QUICKBEAM_API_KEY (comma-separated) keeps keys
-    out of `ps`. Without any, everybody may use the server."""
+    api_keys: tuple[str, ...] = field(default=(), metadata={"metavar": "KEY", "common": True})
+    """Key that clients must send; any of several. QUICKBEAM_API_KEY (comma-separated) keeps keys
+    out of `ps`. Without keys, everybody may use the server."""
     protect_metrics: bool = False
-    """/metrics needs a key, too."""
+    """Ask for a key at /metrics, too."""
     cors_origins: tuple[str, ...] = field(default=(), metadata={"metavar": "URL"})
-    """Let web pages of this origin send requests; *: of any."""
+    """Let web pages of this origin send requests; *: those of any origin."""
     allowed_hosts: tuple[str, ...] = field(default=(), metadata={"metavar": "NAME"})
     """Another name that the server is reached by, say a proxy's. Names are checked only where it
     listens on this machine alone and asks for no key, which keeps out web pages whose own DNS name
@@ -42,9 +45,9 @@ class ServeSettings:
     max_waiting: int = 128
     """Answers that may wait beside the running ones; further requests get a 429."""
     max_waiting_tokens: int = 262_144
-    """Most tokens of all waiting prompts, estimated by length."""
+    """Most tokens of all waiting prompts together, estimated by length."""
     max_prompt_tokens: int | None = None
-    """Longest prompt. Default: what the model's context takes."""
+    """Longest prompt, in tokens. Default: what the model's context takes."""
     max_body: str = field(default="8MB", metadata={"metavar": "SIZE"})
     """Largest request, as in 8MB; larger ones get a 413."""
     read_timeout: float = field(default=20, metadata={"metavar": "SECONDS"})
@@ -68,7 +71,7 @@ class ServeSettings:
         for name in COUNTS:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidInput(f"{name}={value}: must be at least 1")
-        parse_bytes(self.max_body)
+        parse_bytes(self.max_body, "max_body")
         for name in SECONDS:
             if not (math.isfinite(value := getattr(self, name)) and value >= 0):
                 raise InvalidInput(f"{name}={value}: must be a number of seconds of at least 0")

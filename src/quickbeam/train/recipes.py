@@ -12,7 +12,7 @@ from importlib import resources
 from itertools import cycle, islice
 from pathlib import Path
 
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, did_you_mean
 
 FIXED = {"option": False}  # fields that no option sets
 # How the model's own questions and documents begin, by language, in words of ours. An instruct
@@ -33,6 +33,7 @@ def opening_words(kind: str, languages: str) -> list[str]:
     if unknown := [one for one in asked if one not in words]:
         raise InvalidInput(
             f"no language {unknown[0]!r} to write text in: choose among {', '.join(LANGUAGES)}"
+            f"{did_you_mean(unknown[0], LANGUAGES)}"
         )
     longest = max(len(words[language]) for language in asked)
     return [opener for language in asked for opener in islice(cycle(words[language]), longest)]
@@ -48,7 +49,7 @@ class Recipe:
     epochs: float = field(default=4, metadata={"min": 0.01})
     """Times the drafter is trained on --tokens of text."""
     batch: int = field(default=1024, metadata={"min": 64})
-    """Tokens a training step, padding counted."""
+    """Tokens of a training step, padding counted."""
     lr: float = field(default=3e-3, metadata={"min": 1e-7})
     """Highest learning rate."""
     block: int = field(default=7, metadata={"min": 1, "max": 32})
@@ -56,15 +57,15 @@ class Recipe:
     depth: int = field(default=2, metadata={"min": 1, "max": 16})
     """Layers of the drafter."""
     rank: int = field(default=64, metadata={"min": 0})
-    """Of the Markov head, which knows the token before each position. 0: none."""
+    """Rank of the Markov head, which knows the token before each position. 0: no such head."""
     spacing: int = field(default=4, metadata={"min": 1})
-    """Tokens of text for each block that a step drafts."""
+    """A training step drafts a block for so many tokens of text."""
     loss_vocab: int = field(default=8192, metadata={"min": 16})
-    """Tokens that a step's loss is taken over."""
+    """Tokens of the vocabulary that a training step's loss is taken over."""
     warmup: int = field(default=100, metadata=FIXED)
     """Steps in which the learning rate rises."""
     seed: int = 0
-    """Repeats a run on the same machine."""
+    """Seed of what is random. The same one repeats a run on the same machine."""
 
     def rate(self, step: int, done: float) -> float:
         """Return the learning rate of a step if `done` (0 to 1) of the run is over."""
@@ -76,28 +77,28 @@ class Recipe:
 class Plan:
     """What a drafter is made from."""
 
-    model: str | None
+    model: str | None = field(metadata={"common": True})
     """Folder, .gguf file, Hugging Face id or built-in model. Default: the built-in one."""
-    out: Path
+    out: Path = field(metadata={"common": True, "metavar": "FOLDER"})
     """Folder for text, checkpoints and drafter. A second run goes on from there."""
-    tokens: int = field(default=6_000_000, metadata={"min": 1000})
-    """Tokens of text to write."""
-    prompts: Path | None = None
+    tokens: int = field(default=6_000_000, metadata={"min": 1000, "common": True})
+    """Tokens of text that the model writes."""
+    prompts: Path | None = field(default=None, metadata={"common": True, "metavar": "FILE"})
     """Questions of your own, a JSON object a line: {"prompt": …}, {"turns": […]} or
     {"messages": […]}. Default: the model writes questions."""
     slots: int = field(default=64, metadata={"min": 1})
-    """Conversations written at a time."""
+    """Conversations that are written at the same time."""
     length: int = field(default=512, metadata={"min": 32})
-    """Longest conversation, in tokens."""
+    """Longest conversation of the text, in tokens."""
     quote: float = field(default=0.15, metadata={"min": 0, "max": 1})
-    """Share of conversations about a longer text, made of what was written before."""
-    start: Path | None = None
-    """Begin with the weights of this block drafter (a folder), to train it on."""
+    """Share of conversations about a longer text, which is made of what was written before."""
+    start: Path | None = field(default=None, metadata={"metavar": "FOLDER"})
+    """Begin with the weights of this block drafter, to train it on."""
     languages: str = field(
         default="en,code",
         metadata={
-            "help": "Of the questions and documents that the model writes, in equal parts, "
-            f"comma-separated: {', '.join(LANGUAGES)}."
+            "help": "Languages of the questions and documents that the model writes, in equal "
+            f"parts, comma-separated: {', '.join(LANGUAGES)}."
         },
     )
     recipe: Recipe = field(default_factory=Recipe, metadata=FIXED)
@@ -110,25 +111,25 @@ class Plan:
 
 @dataclass(frozen=True)
 class ShortlistPlan:
-    """What a shortlist is made of: frequent tokens, clusters, and a router over these."""
+    """What --only shortlist makes: a list of frequent tokens, clusters, and a router over these."""
 
     clusters: str = field(default="pifa", metadata={"choices": ("pifa", "kmeans")})
-    """Which tokens make a cluster. pifa: tokens that follow in the same places, in small clusters,
-    and a router trained to find what neither the frequent tokens nor the context have; kmeans:
-    DynaSpec's, tokens whose rows of the head are alike."""
+    """Which tokens of the vocabulary make a cluster. pifa: tokens that follow in the same places,
+    in small clusters, and a router trained to find what neither the frequent tokens nor the context
+    have; kmeans: DynaSpec's, tokens whose rows of the head are alike."""
     rows: int = field(default=200_000, metadata={"min": 1})
-    """Places of the text that the router is trained on, at most."""
+    """Most places of the text that the router is trained on."""
     listed: int | None = field(default=None, metadata={"min": 1})
-    """Tokens that are always scored. Default: one in 48 of the vocabulary, at most 1,024; kmeans:
-    one in 12."""
-    list_of: Path | None = None
+    """Tokens of the vocabulary that the drafter always scores. Default: one in 48 of them, at most
+    1,024; kmeans: one in 12."""
+    list_of: Path | None = field(default=None, metadata={"metavar": "FOLDER"})
     """Folder of a drafter whose shortlist says which tokens are frequent, of more text than this
     one's."""
     size: int | None = field(default=None, metadata={"min": 1})
-    """Tokens a cluster. Default: 16; kmeans: 512; at most a 64th of the vocabulary."""
+    """Tokens of a cluster. Default: 16; kmeans: 512; at most a 64th of the vocabulary."""
     router_epochs: int = field(default=4, metadata={"min": 1})
-    """Times the router is trained on the places."""
+    """Times that the router is trained on the places of --rows."""
     depths: int = field(default=3, metadata={"min": 1, "max": 12})
-    """Drafts ahead that the router is trained for."""
+    """Positions ahead of the text that the router is trained for."""
     width: int = field(default=256, metadata={"min": 1})
-    """Of the router's hidden layer."""
+    """Units of the router's hidden layer."""
