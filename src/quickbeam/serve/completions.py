@@ -44,6 +44,8 @@ async def begin_conversation(
     runner: Runner, request: BaseRequest, conversation: Conversation, calls: ToolUse
 ) -> Streams:
     """Have the engine begin to answer a conversation."""
+    for note in calls.ignored:
+        request.ignore(note)
     tokens = estimate(conversation, calls.tools)
     return await convert.begin(
         runner,

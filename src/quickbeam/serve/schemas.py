@@ -11,7 +11,15 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
@@ -194,6 +202,24 @@ class BaseRequest(Root):
     prompt_cache_retention: Literal["in_memory"] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: bool | None = None
+
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    def ignore(self, note: str) -> None:
+        """Note something that the request asks for and that its answer goes without.
+
+        The response names all notes in the header `X-Quickbeam-Ignored`, and the log does. To add a
+        note, call this in a validator of the mode "after" or in the endpoint's `begin`, before the
+        answer begins. A note is the name of a field, as in errors (`truncation`), and what of it is
+        left out, in parentheses: `tools[3] (web_search)`. The same note twice is one.
+        """
+        if note not in self._ignored:
+            self._ignored.append(note)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The notes that `ignore` was given."""
+        return tuple(self._ignored)
 
     @model_validator(mode="after")
     def _has_one_grammar(self) -> Self:
