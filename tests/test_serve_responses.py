@@ -7,7 +7,7 @@ import pytest
 from quickbeam import QuickbeamError, SamplingParams
 from quickbeam.engine.result import Logprob
 from quickbeam.serve import responses
-from quickbeam.serve.tools import ParsedCall
+from quickbeam.serve.calls import ParsedCall
 from serving import Texts, ask, events, good
 
 PATH = "/v1/responses"

@@ -16,11 +16,12 @@ from quickbeam.llm import LLM
 from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve import convert
 from quickbeam.serve.admission import BYTES_A_TOKEN
+from quickbeam.serve.calls import ParsedCall, split
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import ChatRequest, CompletionRequest, Conversation, Tool, text_of
 from quickbeam.serve.runner import AnsweredRequest, Json, Runner, Streams
 from quickbeam.serve.schemas import BaseRequest, GenerationRequest, StreamOptions
-from quickbeam.serve.tools import ParsedCall, ToolUse, split, tool_use
+from quickbeam.serve.tools import ToolUse, tool_use
 
 # What stands before a prefix, between it and a suffix, and behind that, in the models that fill in.
 INFILL = (
@@ -174,7 +175,8 @@ class ChatCompletion(Choices):
     ) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         super().__init__(runner, request, answers, "chatcmpl", kind)
-        self._parsers = [calls.parser() for _ in answers.streams]
+        tokenizer = runner.llm.tokenizer
+        self._parsers = [calls.parser(answers.prompts[0], tokenizer) for _ in answers.streams]
         self._called = [0] * len(answers.streams)  # tool calls of each answer that were sent
         self._scored = bool(request.logprobs)
         if self.with_ids:

@@ -15,6 +15,7 @@ from typing_extensions import Self
 from quickbeam.aio import NOTHING
 from quickbeam.engine.result import Completion, Logprob
 from quickbeam.models.token_texts import TokenTexts
+from quickbeam.serve.calls import ParsedCall
 from quickbeam.serve.completions import begin_conversation, chat_logprobs
 from quickbeam.serve.errors import problem
 from quickbeam.serve.messages import (
@@ -41,7 +42,7 @@ from quickbeam.serve.schemas import (
     format_grammars,
     refuse,
 )
-from quickbeam.serve.tools import ParsedCall, ToolUse, tool_use
+from quickbeam.serve.tools import ToolUse, tool_use
 
 LOGPROBS = "message.output_text.logprobs"
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
@@ -191,10 +192,10 @@ ECHOED |= {"temperature": 1.0, "top_p": 1.0}
 
 
 async def begin(runner: Runner, request: ResponsesRequest) -> Responses:
-    conversation, tokenizer = request.conversation, runner.llm.tokenizer
-    wanted = request.tools, request.tool_choice, request.parallel_tool_calls, tokenizer
+    choice, several = request.tool_choice, request.parallel_tool_calls
+    wanted = request.tools, choice, several, runner.llm.tokenizer
     calls = await asyncio.to_thread(tool_use, *wanted)
-    answers = await begin_conversation(runner, request, conversation, calls)
+    answers = await begin_conversation(runner, request, request.conversation, calls)
     return Responses(runner, request, answers, calls)
 
 
@@ -205,7 +206,7 @@ class Responses(AnsweredRequest):
         self, runner: Runner, request: ResponsesRequest, answers: Streams, calls: ToolUse
     ) -> None:
         self.answers, self._runner, self._request = answers, runner, request
-        self._parser = calls.parser()
+        self._parser = calls.parser(answers.prompts[0], runner.llm.tokenizer)
         scored = request.scores is not None
         self._items = Items(TokenTexts(runner.llm.tokenizer) if scored else None)
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
