@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cases import examples, refuses
 from quickbeam import LLM
+from quickbeam.grammar.spec import Grammar
 from quickbeam.serve import tools as calling
 from quickbeam.serve.app import IGNORED, ignored_header
 from quickbeam.serve.calls import (
@@ -26,7 +27,8 @@ from quickbeam.serve.calls import (
     ToolCallParser,
 )
 from quickbeam.serve.messages import ChatRequest, Tool
-from quickbeam.serve.tools import forcing_grammar, strict_grammar
+from quickbeam.serve.schemas import GrammarField
+from quickbeam.serve.tools import answer_grammar, forcing_grammar, strict_grammar
 from serving import ask, chunks, events, good, refused
 
 PATH = "/v1/chat/completions"
@@ -354,6 +356,8 @@ def test_a_tokenizers_own_template_comes_first():
     assert read(form, f"so {call}", 4) == ["so ", F]
     assert read(form, f"<think>{call}</think>so {call}", 4) == [f"<think>{call}</think>so ", F]
     refuses("can't force", forcing_grammar, form, TOOLS, True, own, error=ValueError)
+    asked = form, TOOLS, True, own, ANSWER
+    refuses("can't write a grammar", answer_grammar, *asked, error=ValueError)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -530,7 +534,8 @@ REFUSED = [  # fields, and the one that the error names
     ({"tools": [TOOL, TOOL]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"regex": "a+"}, "regex"),
+    ({"regex": "a+", "tool_choice": "required"}, "regex"),
 ]
 
 
@@ -639,3 +644,98 @@ def test_strict_grammars_allow_text_and_hold_calls_to_schemas(name, tokenizer):
     other = text.replace('"f"', '"g"').replace("f[ARGS]", "g[ARGS]")
     assert matches(lark, tokenizer, other.replace('"x": 3', '"y": "3"'))
     assert not matches(strict_grammar(form, strict, False, tokenizer), tokenizer, text)
+
+
+ANSWER_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"$ref": "#/$defs/word"}, "names": {"type": "integer"}},
+    "required": ["name"],
+    "additionalProperties": False,
+    "$defs": {"word": {"enum": ["f", "fit", "o"]}},
+}
+ANSWER = GrammarField("response_format", Grammar.json_schema, ANSWER_SCHEMA)
+FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER_SCHEMA}}
+FLAT_FORMAT = {"type": "json_schema", "name": "a", "schema": ANSWER_SCHEMA}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answer_grammars_allow_calls_or_an_answer_that_fits(name, tokenizer):
+    form = TEMPLATES[name][0]
+    begin, middle, end = form.syntax.parts
+
+    def written(tool, arguments):
+        call = f"{begin}{tool}{middle}{arguments}{end}"
+        return f"{form.syntax.before}{call}{form.syntax.after}"
+
+    strict = [TOOLS[0].model_copy(deep=True), TOOLS[1]]
+    strict[0].function.strict = True
+    for answer in (ANSWER, ANSWER._replace(value={"type": "object"})):
+        lark = answer_grammar(form, strict, True, tokenizer, answer)
+        for allowed in (
+            written("f", '{"x": 3}'),
+            written("g", '{"y": ["3"]}'),
+            '{"name": "f"}',
+            '{"name": "fit", "names": 3}',
+        ):
+            assert matches(lark, tokenizer, allowed), allowed
+        call = written("f", '{"x": 3}')
+        for forbidden in ("So", '{"name": 3', f'{{"name": "f"}}{call}', f"So {call}"):
+            assert not matches(lark, tokenizer, forbidden), forbidden
+    lark = answer_grammar(form, strict, True, tokenizer, ANSWER)
+    for forbidden in (written("f", '{"x": "3"}'), written("h", "{}"), '{"name": "of"}', "{}"):
+        assert not matches(lark, tokenizer, forbidden), forbidden
+
+
+def test_grammars_of_requests_with_tools_and_an_answers_format(scripted):
+    flat = [{"type": "function", **TOOL["function"]}]
+    for path, asked in (
+        (PATH, body(response_format=FORMAT)),
+        ("/v1/responses", {"input": "f?", "tools": flat, "text": {"format": FLAT_FORMAT}}),
+    ):
+        grammars = {}
+        for mode in ("auto", "required", "none"):
+            good(ask(scripted, path, {**asked, "tool_choice": mode}))
+            grammars[mode] = scripted.jobs[0].params.grammar
+        assert "start: calls | answer" in grammars["auto"].text
+        assert "start: calls\n" in grammars["required"].text
+        assert grammars["none"] == Grammar.json_schema(ANSWER_SCHEMA)
+
+
+def test_an_answer_is_calls_or_fits_its_format(scripted):
+    scripted.script = HERMES_CALL
+    answer = choice(scripted, response_format=FORMAT)
+    assert answer["message"]["content"] is None and calls_of(answer["message"]) == [F]
+    scripted.script = '{"name": "<tool_call>f{}</tool_call>"}'
+    for stream in (False, True):
+        response = ask(scripted, PATH, body(response_format=FORMAT, stream=stream))
+        parts = chunks(response) if stream else [good(response)]
+        parts = [one["choices"][0]["delta" if stream else "message"] for one in parts]
+        assert "".join(part.get("content") or "" for part in parts) == scripted.script
+        assert not any("tool_calls" in part for part in parts)
+
+
+@pytest.mark.parametrize("begin", ["<", "{"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_drafts_change_no_answer_that_is_calls_or_fits_its_format(runner, llm, seed, begin):
+    (likely,) = llm.tokenizer.encode(begin)
+    shared = {"tools": [TOOL], "temperature": 1.5, "seed": seed, "logit_bias": {str(likely): 9}}
+    chat = {**shared, "response_format": FORMAT, "return_token_ids": True, "max_tokens": 200}
+    plain, drafted = (choice(runner, **chat, speculation={"method": m}) for m in ("ar", "pld"))
+    assert plain["token_ids"] == drafted["token_ids"] and plain["finish_reason"] != "length"
+    message = plain["message"]
+    calls = calls_of({"tool_calls": [], **message})
+    assert bool(calls) == (begin == "<") == (plain["finish_reason"] == "tool_calls")
+    if not calls:
+        assert json.loads(message["content"])["name"] in ("f", "fit", "o")
+
+    parts = chunks(ask(runner, PATH, body(**chat, stream=True)))
+    deltas = [one["choices"][0]["delta"] for one in parts]
+    assert "".join(one.get("content") or "" for one in deltas) == (message["content"] or "")
+    streamed = [call for one in deltas for call in one.get("tool_calls", [])]
+    assert calls_of({"tool_calls": streamed}) == calls
+
+    flat = [{"type": "function", **TOOL["function"]}]
+    asked = {**shared, "input": MESSAGES, "tools": flat, "text": {"format": FLAT_FORMAT}}
+    output = good(ask(runner, "/v1/responses", asked))["output"]
+    assert [(one["name"], json.loads(one["arguments"])) for one in output if calls] == calls
+    assert calls or output[0]["content"][0]["text"] == message["content"]

@@ -35,7 +35,7 @@ LOWEST = -9999.0  # in place of minus infinity, which JSON does not have
 
 async def begin_chat(runner: Runner, request: ChatRequest) -> ChatCompletion:
     choice, several = request.tool_choice, request.parallel_tool_calls
-    wanted = request.tools, choice, several, runner.llm.tokenizer
+    wanted = request.tools, choice, several, request.grammars, runner.llm.tokenizer
     calls = await asyncio.to_thread(tool_use, *wanted)
     answers = await begin_conversation(runner, request, request, calls)
     return ChatCompletion(runner, request, answers, calls)

@@ -193,7 +193,7 @@ ECHOED |= {"temperature": 1.0, "top_p": 1.0}
 
 async def begin(runner: Runner, request: ResponsesRequest) -> Responses:
     choice, several = request.tool_choice, request.parallel_tool_calls
-    wanted = request.tools, choice, several, runner.llm.tokenizer
+    wanted = request.tools, choice, several, request.grammars, runner.llm.tokenizer
     calls = await asyncio.to_thread(tool_use, *wanted)
     answers = await begin_conversation(runner, request, request.conversation, calls)
     return Responses(runner, request, answers, calls)

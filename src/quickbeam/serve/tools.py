@@ -21,6 +21,7 @@ from quickbeam.serve.calls import (
 )
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import NamedTool, Tool, ToolMode
+from quickbeam.serve.schemas import GrammarField
 
 # schema of a call's arguments, without free white space, which a weak model could write endlessly
 OBJECT = {
@@ -29,6 +30,8 @@ OBJECT = {
 }
 NO_ARGUMENTS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
 TOKENS_OF_MARK = 8  # at the end of a prompt, where the mark of a thought may stand
+# llguidance tells JSON and a call that begin alike apart if both have the same terminals
+JSON_TERMINALS = r'"[^"]*"|[{}\[\]]|[,:] '
 
 
 def tool_format(tokenizer: Any) -> ToolFormat:
@@ -102,6 +105,26 @@ def strict_grammar(
     return f"start: text {rest}\n{text}\n{calls}"
 
 
+def answer_grammar(
+    form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any, answer: GrammarField
+) -> str:
+    """Return a Lark grammar of calls, those of `strict` tools by their schemas, or else an answer.
+
+    `answer` is the format of an answer without calls. Raises `Refused` if it is not known how calls
+    are written.
+    """
+    if (syntax := form.syntax) is None:
+        raise Refused(
+            f"{answer.param}: this server reads this model's calls but can't write a grammar of "
+            f"them, so that it can't hold an answer to a schema where a call may come: leave out "
+            f"tools or {answer.param}, or give tool_choice none",
+            answer.param,
+        )
+    schema = {"x-guidance": OBJECT["x-guidance"], **json.loads(answer.make(answer.value).text)}
+    calls = _calls(syntax, _loosened(tools), several, tokenizer)
+    return f"start: calls | answer\nanswer: %json {json.dumps(schema)}\n{calls}"
+
+
 def _loosened(tools: Sequence[Tool]) -> list[Tool]:
     """Return tools of which only the `strict` ones have a schema."""
     loose = [tool.model_copy(deep=True) for tool in tools]
@@ -133,8 +156,8 @@ def _calls(syntax: CallSyntax, tools: Sequence[Tool], several: bool, tokenizer: 
 def _terminals(text: str, tokenizer: Any) -> str:
     """Return text as terminals of a grammar: added tokens by their ids, others as characters."""
     added: dict[str, int] = tokenizer.get_added_vocab()
-    pattern = "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))
-    parts = re.split(f"({pattern})", text) if added else [text]
+    tokens = map(re.escape, sorted(added, key=len, reverse=True))
+    parts = re.split(f"({'|'.join([*tokens, JSON_TERMINALS])})", text)
     return " ".join(
         f"<[{added[part]}]>" if part in added else json.dumps(part) for part in parts if part
     )
@@ -149,11 +172,12 @@ class ToolUse(NamedTuple):
     grammar: Grammar | None = None  # forces calls, or makes them follow schemas; None: neither
     keeps_special: bool = False  # calls can only be found if special tokens stay in the text
     ignored: Sequence[str] = ()  # notes for `BaseRequest.ignore`
+    either: bool = False  # an answer is calls or text, not both
 
     def parser(self, prompt: Sequence[int], tokenizer: Any) -> ToolCallParser:
         """Return a parser of calls for one answer to a prompt, given as token ids."""
-        thinking = self.form is not None and opens_thought(prompt, tokenizer)
-        return ToolCallParser(self.form, self.tools, self.several, thinking)
+        thinking = self.form is not None and not self.either and opens_thought(prompt, tokenizer)
+        return ToolCallParser(self.form, self.tools, self.several, thinking, self.either)
 
 
 def opens_thought(prompt: Sequence[int], tokenizer: Any) -> bool:
@@ -166,11 +190,13 @@ def tool_use(
     tools: list[Tool] | None,
     choice: ToolMode | NamedTool | None,
     several: bool | None,
+    grammars: Sequence[GrammarField],
     tokenizer: Any,
 ) -> ToolUse:
     """Return what a request's fields about tools ask for. Raises `Refused` for what can't be.
 
-    Takes seconds the first time, where transformers reads the calls.
+    `grammars`: what an answer without calls has to follow, at most one, of a kind that
+    `check_tools` accepts. Takes seconds the first time, where transformers reads the calls.
     """
     if not tools or choice == "none":
         return ToolUse()
@@ -179,11 +205,15 @@ def tool_use(
         import_module("transformers.utils.chat_parsing")
     special = any(token and token in form.marker for token in tokenizer.all_special_tokens)
     ignored = list[str]()
+    either = False
     if choice in (None, "auto"):
         several = several is not False
         lark = None
         strict = [i for i, tool in enumerate(tools) if tool.function.strict]
-        if strict:
+        if grammars:
+            lark = answer_grammar(form, tools, several, tokenizer, grammars[0])
+            either = True
+        elif strict:
             lark = strict_grammar(form, tools, several, tokenizer)
             if lark is None:  # calls keep to schemas only where they are forced
                 ignored = [f"tools[{i}].function.strict" for i in strict]
@@ -194,4 +224,4 @@ def tool_use(
         several = several is True and choice == "required"
         lark = forcing_grammar(form, forced, several, tokenizer)
     grammar = None if lark is None else Grammar.lark(lark)
-    return ToolUse(form, tools, several, grammar, special, ignored)
+    return ToolUse(form, tools, several, grammar, special, ignored, either)
