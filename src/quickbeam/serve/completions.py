@@ -13,7 +13,6 @@ from typing import Any
 from quickbeam.engine.result import Completion, Logprob
 from quickbeam.engine.stream import Delta
 from quickbeam.llm import LLM
-from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve import convert
 from quickbeam.serve.admission import BYTES_A_TOKEN
 from quickbeam.serve.errors import Refused
@@ -21,6 +20,7 @@ from quickbeam.serve.messages import ChatRequest, CompletionRequest, Conversatio
 from quickbeam.serve.runner import AnsweredRequest, Json, Runner, Streams
 from quickbeam.serve.schemas import BaseRequest, GenerationRequest, StreamOptions
 from quickbeam.serve.tools import ParsedCall, ToolUse, split, tool_use
+from quickbeam.token_texts import TokenTexts
 
 # What stands before a prefix, between it and a suffix, and behind that, in the models that fill in.
 INFILL = (

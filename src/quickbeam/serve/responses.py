@@ -14,7 +14,6 @@ from typing_extensions import Self
 
 from quickbeam.aio import NOTHING
 from quickbeam.engine.result import Completion, Logprob
-from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve.completions import begin_conversation, chat_logprobs
 from quickbeam.serve.errors import problem
 from quickbeam.serve.messages import (
@@ -42,6 +41,7 @@ from quickbeam.serve.schemas import (
     refuse,
 )
 from quickbeam.serve.tools import ParsedCall, ToolUse, tool_use
+from quickbeam.token_texts import TokenTexts
 
 LOGPROBS = "message.output_text.logprobs"
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
