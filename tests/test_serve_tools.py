@@ -12,7 +12,8 @@ import pytest
 from cases import refuses
 from quickbeam import LLM
 from quickbeam.serve import tools as calling
-from quickbeam.serve.messages import Tool
+from quickbeam.serve.app import IGNORED, ignored_header
+from quickbeam.serve.messages import ChatRequest, Tool
 from quickbeam.serve.tools import HERMES, LLAMA3, MISTRAL, forcing_grammar, strict_grammar
 from serving import ask, chunks, events, good, refused
 
@@ -248,9 +249,7 @@ REFUSED = [  # fields, and the one that the error names
     ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
     ({"tools": [TOOL, TOOL]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"tools": [STRICT]}, "tools[0].function.strict"),
 ]
 
 
@@ -259,6 +258,31 @@ def test_what_is_not_served_is_refused_by_name(scripted, llm, monkeypatch):
         refused(ask(scripted, PATH, body(**fields)), param)
     monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ messages }}")
     assert "does not take tools" in refused(ask(scripted, PATH, body()), "tools")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_held_to_a_schema_is_said_in_a_header(scripted, stream, caplog):
+    tools = [TOOL_F, {"type": "function", "function": {"name": "g", "strict": True}}]
+    for _ in "12":
+        response = ask(scripted, PATH, body(tools=tools, stream=stream))
+        assert response.status_code == 200
+        assert response.headers["x-quickbeam-ignored"] == "tools[1].function.strict"
+    lines = [one.getMessage() for one in caplog.records]
+    assert sum("tools[1].function.strict" in line for line in lines) == 1
+    response = ask(scripted, PATH, body(tools=tools, stream=stream, tool_choice="required"))
+    assert response.status_code == 200 and "x-quickbeam-ignored" not in response.headers
+
+
+def test_the_header_of_what_is_left_out_is_short_plain_text():
+    request = ChatRequest.model_validate({"messages": MESSAGES})
+    assert ignored_header(request) == {}
+    request.ignore("a")
+    request.ignore("a")
+    request.ignore("b, c\r\nSet-Cookie: \xe9\x7f")
+    assert ignored_header(request) == {IGNORED: "a, b? c??Set-Cookie: ??"}
+    request.ignore("x" * 5000)
+    value = ignored_header(request)[IGNORED]
+    assert len(value) == 1000 and value.endswith("x...")
 
 
 @pytest.mark.parametrize("stream", [False, True])

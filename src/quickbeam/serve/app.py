@@ -37,9 +37,11 @@ from quickbeam.serve.messages import (
     Detokenize,
     Tokenize,
     TokenizeText,
+    offered_tools,
 )
 from quickbeam.serve.responses import ResponsesRequest
 from quickbeam.serve.runner import AnsweredRequest, Json, Runner
+from quickbeam.serve.schemas import BaseRequest
 from quickbeam.serve.security import Guard
 from quickbeam.serve.settings import ServeSettings
 from quickbeam.serve.tools import tool_format
@@ -48,6 +50,8 @@ T = TypeVar("T")
 adapter = cache(TypeAdapter)
 Handler = Callable[[Runner, Request], Awaitable[Response | Json]]
 NEVER = 10**9  # seconds
+IGNORED = "X-Quickbeam-Ignored"  # a header of responses
+MOST_IGNORED = 1000  # characters of that header's value
 LARGE = 16_384  # bytes; a body of more is parsed and checked in a thread
 PAGE = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
@@ -87,7 +91,8 @@ def create_app(runner: Runner) -> Starlette:
     middleware = [Middleware(Guard, settings=settings)]
     if settings.cors_origins:  # before the keys, as a browser asks first without one
         allowed: Json = {"allow_origins": settings.cors_origins, "allow_methods": every}
-        middleware.insert(0, Middleware(CORSMiddleware, **allowed, allow_headers=every))
+        allowed |= {"allow_headers": every, "expose_headers": [IGNORED]}
+        middleware.insert(0, Middleware(CORSMiddleware, **allowed))
     known = ", ".join([*posts, *GET])
 
     def failed(_: Request, error: HTTPException) -> Response:
@@ -137,9 +142,17 @@ class InProcessServer:
 
 
 async def _whole(runner: Runner, endpoint: Endpoint, request: Any) -> Json:
-    reply = await endpoint.begin(runner, request)
+    reply = await _begin(runner, endpoint, request)
     with reply.answers:
         return await reply.whole()
+
+
+async def _begin(runner: Runner, endpoint: Endpoint, request: BaseRequest) -> AnsweredRequest:
+    """Have the engine begin with a request, and log what its answer goes without."""
+    reply = await endpoint.begin(runner, request)
+    for value in ignored_header(request).values():
+        runner.log_ignored(value)
+    return reply
 
 
 async def respond(endpoint: Endpoint, runner: Runner, http: Request) -> Response:
@@ -147,15 +160,31 @@ async def respond(endpoint: Endpoint, runner: Runner, http: Request) -> Response
     request = await read(http, endpoint.kind)
     if not request.stream:
         whole = await unless_disconnected(http, _whole(runner, endpoint, request))
-        return await asyncio.to_thread(JSONResponse, whole)
+        return await asyncio.to_thread(JSONResponse, whole, headers=ignored_header(request))
     # The engine has begun before the response does, so that a refusal has its own status.
-    reply = await unless_disconnected(http, endpoint.begin(runner, request))
+    reply = await unless_disconnected(http, _begin(runner, endpoint, request))
     return EventSourceResponse(
         reply.events(),
+        headers=ignored_header(request),
         sep="\n",
         ping=runner.settings.keep_alive,
         ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
     )
+
+
+def ignored_header(request: BaseRequest) -> dict[str, str]:
+    """Return the header that names what the answer goes without; none if there is nothing.
+
+    Its value is the request's notes, separated by commas. It is printable ASCII and has at most
+    `MOST_IGNORED` characters: what can't be in a header or would look like a further note is
+    replaced by `?`, and a value that is too long ends in `...`.
+    """
+    if not request.ignored:
+        return {}
+    value = ", ".join(re.sub(r"[^ -+\--~]", "?", note) for note in request.ignored)
+    if len(value) > MOST_IGNORED:
+        value = f"{value[: MOST_IGNORED - 3]}..."
+    return {IGNORED: value}
 
 
 async def read(http: Request, kind: Any) -> Any:
@@ -303,13 +332,14 @@ async def tokenize(runner: Runner, http: Request) -> Response:
     """Return the tokens of a text, or of the prompt of a conversation (by the chat template)."""
     request = await read(http, Tokenize)
     tokenizer = runner.llm.tokenizer
+    tools = [one.shown for one in offered_tools(getattr(request, "tools", None))]
 
     def work() -> Response:
         if isinstance(request, TokenizeText):
             special = request.add_special_tokens is not False
             ids = list(tokenizer(request.prompt, add_special_tokens=special)["input_ids"])
         else:
-            ids = encode_conversation(runner.llm, request, request.tools)
+            ids = encode_conversation(runner.llm, request, tools)
         texts = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
         about = {"count": len(ids), "max_model_len": runner.llm.room(0)}
         return JSONResponse({**about, "tokens": ids, "token_strs": texts})
@@ -319,9 +349,9 @@ async def tokenize(runner: Runner, http: Request) -> Response:
         if isinstance(request, TokenizeText):
             tokens = len(request.prompt) // BYTES_A_TOKEN
         else:
-            if request.tools:
+            if tools:
                 tool_format(tokenizer)  # raises if the chat template doesn't take tools
-            tokens = completions.estimate(request, request.tools)
+            tokens = completions.estimate(request, tools)
         return await runner.tokenise(work, tokens, TENANT.get())
 
 

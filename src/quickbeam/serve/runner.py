@@ -41,6 +41,7 @@ T = TypeVar("T")
 # suffixes of files that answers depend on
 DECIDES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja")
 BLOCK = 2**20  # bytes read at once
+MOST_LOGGED = 1000  # log lines about what answers go without
 
 
 class Job(NamedTuple):
@@ -84,6 +85,7 @@ class Runner:
         self._compiling = TurnsThread("quickbeam-grammar")
         self._tokenising = TurnsThread("quickbeam-tokens")
         self.metrics = Metrics(self.name, self.gate)
+        self._logged_ignored = set[str]()
         if llm is not None:
             self.attach(llm, fingerprint_of(llm))
 
@@ -98,6 +100,15 @@ class Runner:
         self.metrics.watch(llm.engine, lambda: self.heartbeat)
         if self.gate.phase == "starting":
             self.gate.phase = "ready"
+
+    def log_ignored(self, notes: str) -> None:
+        """Log what an answer goes without. The same is said once, as clients ask again and again.
+
+        Each request may have notes of its own, so that they are said up to `MOST_LOGGED` times.
+        """
+        if notes not in self._logged_ignored and len(self._logged_ignored) < MOST_LOGGED:
+            self._logged_ignored.add(notes)
+            logger.warning("left out of what a request asks for: %s", notes)
 
     @property
     def loaded(self) -> AsyncLLM:

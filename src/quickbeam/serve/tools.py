@@ -195,6 +195,7 @@ class ToolUse(NamedTuple):
     several: bool = True
     grammar: Grammar | None = None  # forces calls, or makes them follow schemas; None: neither
     keeps_special: bool = False  # calls can only be found if special tokens stay in the text
+    ignored: Sequence[str] = ()  # notes for `BaseRequest.ignore`
 
     def parser(self) -> ToolCallParser:
         """Return a parser of calls for one answer."""
@@ -216,25 +217,22 @@ def tool_use(
     import_module("transformers.utils.chat_parsing")
     form = tool_format(tokenizer)
     special = any(token and token in form.marker for token in tokenizer.all_special_tokens)
+    ignored = list[str]()
     if choice in (None, "auto"):
         several = several is not False
         lark = None
         if strict := [i for i, tool in enumerate(tools) if tool.function.strict]:
             lark = strict_grammar(form, tools, several, tokenizer)
-            if lark is None:
-                where = f"tools[{strict[0]}].function.strict"
-                raise Refused(
-                    f"{where}: this model's calls keep to a schema only where they are forced: "
-                    "leave it out, or force one by tool_choice",
-                    where,
-                )
+            if lark is None:  # calls keep to schemas only where they are forced
+                ignored = [f"tools[{i}].function.strict" for i in strict]
     else:
         name = choice.function.name if isinstance(choice, NamedTool) else None
         forced = [tool for tool in tools if name in (None, tool.function.name)]
         # Several only if asked for: a model may not know when to end what a grammar lets go on.
         several = several is True and choice == "required"
         lark = forcing_grammar(form, forced, several, tokenizer)
-    return ToolUse(form, tools, several, None if lark is None else Grammar.lark(lark), special)
+    grammar = None if lark is None else Grammar.lark(lark)
+    return ToolUse(form, tools, several, grammar, special, ignored)
 
 
 class ToolCallParser:
