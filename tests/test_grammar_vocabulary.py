@@ -56,7 +56,7 @@ def write(name, grammar, seed=0, most=400):
         assert allowed and max(allowed) < len(alike(name))
         forced = masks.forced()
         assert forced is None or allowed == [forced]
-        closing = [token for token in allowed if set(texts(name)[token]) & set('"}]')]
+        closing = [token for token in allowed if set(texts(name)[token]) & set('"}]@')]
         if end in allowed and (rng.random() < 0.5 or len(tokens) > 40):
             closing = [end]
         hurry = closing and rng.random() < (0.3 if len(tokens) < 40 else 0.95)

@@ -273,6 +273,30 @@ def test_what_cannot_be_held_to_a_schema_is_said_in_a_header(scripted, stream, c
     assert response.status_code == 200 and "x-quickbeam-ignored" not in response.headers
 
 
+UNIQUE = {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True}
+TAGS = {"type": "object", "properties": {"tags": UNIQUE}}
+
+
+def test_a_tool_names_what_its_calls_are_not_held_to_or_is_refused_if_strict(scripted):
+    place, words = "tools[1].function.parameters", "uniqueItems at #/properties/tags"
+    tools = [TOOL, {"type": "function", "function": {"name": "g", "parameters": TAGS}}]
+    response = ask(scripted, PATH, body(tools=tools, tool_choice="required"))
+    assert response.headers["x-quickbeam-ignored"] == f"{place} ({words})"
+    assert "x-quickbeam-ignored" not in ask(scripted, PATH, body(tools=tools)).headers
+    tools[1] = {"type": "function", "function": {**tools[1]["function"], "strict": True}}
+    message = refused(ask(scripted, PATH, body(tools=tools, tool_choice="required")), place)
+    assert f"(g): {words}" in message
+
+
+def test_an_error_in_a_tools_schema_names_the_tool_and_quotes_no_grammar_of_ours(runner):
+    wrong = {"type": "object", "properties": {"a": {"type": "strnig"}}}
+    tools = [TOOL, {"type": "function", "function": {"name": "g", "parameters": wrong}}]
+    response = ask(runner, PATH, body(tools=tools, tool_choice="required"))
+    message = refused(response, "tools[1].function.parameters")
+    assert "(g): json_schema: Invalid type: strnig" in message
+    assert "lark" not in message and "arguments1" not in message
+
+
 def test_the_header_of_what_is_left_out_is_short_plain_text():
     request = ChatRequest.model_validate({"messages": MESSAGES})
     assert ignored_header(request) == {}

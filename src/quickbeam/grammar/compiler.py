@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 KEPT = 64  # how many compiled grammars are kept
 # how many forms of the tokenizer are kept: grammars that name the same tokens share one
 KEPT_TOKENIZERS = 4
+MOST_LOGGED = 10  # of what answers under a grammar are not held to
 LIKE_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -91,6 +92,8 @@ class GrammarCompiler:
             why = "it is too large: make it smaller" if "panic" in why else why
             raise InvalidInput(f"{grammar.kind}: {why}")
         self._check_spelling(grammar)
+        for note in grammar.left_out[:MOST_LOGGED]:
+            logger.warning("%s: answers are not held to %s", grammar.kind, note)
         # a warning may quote the grammar, which is part of a request
         for warning in matcher.get_grammar_warnings():
             logger.info("%s: %r", grammar.kind, warning)

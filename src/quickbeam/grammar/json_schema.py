@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from quickbeam.grammar.patterns import without_look_around
+from quickbeam.grammar.patterns import few_texts, without_look_around
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 # formats that llguidance knows; any other is an annotation
@@ -138,16 +138,38 @@ def _change_pattern(rewriter: _Rewriter, schema: Schema, place: str) -> None:
 
 
 def _change_pattern_properties(rewriter: _Rewriter, schema: Schema, place: str) -> None:
-    properties = schema["patternProperties"]
-    if not isinstance(properties, Mapping):
+    """Rewrite patterns, and take away names that the schema asks for by themselves.
+
+    If these were all that match a pattern, llguidance would begin a field that can have no name.
+    """
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    patterns = schema["patternProperties"]
+    kinds = (
+        isinstance(patterns, Mapping),
+        isinstance(properties, Mapping),
+        isinstance(required, list),
+    )
+    if not all(kinds):
         return
-    result: Schema = {}
-    for pattern, value in properties.items():
+    named: Schema = dict(properties)
+    left: Schema = {}
+    for pattern, value in patterns.items():
         rewritten = without_look_around(pattern)
         if rewritten is None or not rewritten.exact or len(rewritten.patterns) > 1:
             rewriter.note("patternProperties", place)
-        result[r"[\s\S]*" if rewritten is None else rewritten.patterns[0]] = value
-    schema["patternProperties"] = result
+        pattern = r"[\s\S]*" if rewritten is None else rewritten.patterns[0]
+        names = few_texts(pattern) or []
+        own = [name for name in names if name in named or name in required]
+        for name in own:
+            named[name] = {"allOf": [named[name], value]} if name in named else value
+        others = [name for name in names if name not in own]
+        if not own:
+            left[pattern] = value
+        elif others:
+            left[_one_of(others)] = value
+    schema["patternProperties"] = left
+    if len(named) > len(properties) or named != properties:
+        schema["properties"] = named
 
 
 def _change_unique_items(rewriter: _Rewriter, schema: Schema, place: str) -> None:
@@ -167,6 +189,7 @@ def _change_property_names(rewriter: _Rewriter, schema: Schema, place: str) -> N
     if pattern:
         value = schema.pop("additionalProperties", {})
         schema |= {"patternProperties": {pattern: value}, "additionalProperties": False}
+        _change_pattern_properties(rewriter, schema, place)
 
 
 def _pattern_of_names(schema: Any) -> str | None:
@@ -197,7 +220,12 @@ def _pattern_of_names(schema: Any) -> str | None:
             return f"^[\\s\\S]{{{least},{most}}}$" if asked else ""
         case _:
             return None
-    return f"^(?:{'|'.join(re.escape(name) for name in names if isinstance(name, str))})$"
+    return _one_of([name for name in names if isinstance(name, str)])
+
+
+def _one_of(names: list[str]) -> str:
+    """Return an expression for some names."""
+    return f"^(?:{'|'.join(map(re.escape, names))})$"
 
 
 def _change_not(rewriter: _Rewriter, schema: Schema, place: str) -> None:

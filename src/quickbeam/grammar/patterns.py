@@ -25,6 +25,7 @@ BOUNDARIES = (r"\b", r"\B")
 ANY = (".*", r"[\s\S]*", r"[^]*")
 SETS = "dDwWsS"  # escapes that are sets
 MOST_LOOKS = 16  # how many conditions are rewritten at either end of an expression
+MOST_TEXTS = 100  # how many texts are few
 MOST_ATOMS = 200  # how long one may be that excludes something
 
 
@@ -74,6 +75,52 @@ def without_look_around(pattern: str) -> Rewritten | None:
             exact = exact and found.exact
     rest = _plain(atoms)
     return Rewritten([_text(rest), *own], exact and rest == atoms)
+
+
+def few_texts(pattern: str) -> list[str] | None:
+    """Return the texts that contain a match of an expression; None if they are many or unknown."""
+    texts = set[str]()
+    for branch in _branches(ATOM.findall(pattern)):
+        inner = _few_texts(branch[1:-1]) if branch[:1] == ["^"] and branch[-1:] == ["$"] else None
+        if inner is None or len(texts | inner) > MOST_TEXTS:
+            return None
+        texts |= inner
+    return sorted(texts)
+
+
+def _few_texts(atoms: Sequence[str]) -> set[str] | None:
+    """Return the texts that atoms match as a whole; None if they are many or unknown."""
+    branches = _branches(atoms)
+    if len(branches) > 1:
+        every = [_few_texts(branch) for branch in branches[: MOST_TEXTS + 1]]
+        known = [texts for texts in every if texts is not None]
+        return set[str]().union(*known) if len(known) == len(branches) else None
+    texts, i = {""}, 0
+    while i < len(atoms):
+        end = _group_end(atoms, i) if atoms[i] in ("(", "(?:") else i + 1
+        if end is None:
+            return None
+        inner = _few_texts(atoms[i + 1 : end - 1]) if end > i + 1 else _few_characters(atoms[i])
+        if inner is not None and atoms[end : end + 1] == ["?"]:
+            inner, end = inner | {""}, end + 1
+        if inner is None or len(texts) * len(inner) > MOST_TEXTS:
+            return None
+        texts = {text + more for text in texts for more in inner}
+        i = end
+    return texts
+
+
+def _few_characters(atom: str) -> set[str] | None:
+    """Return the characters that an atom matches; None if they are many or unknown."""
+    if _is_character(atom):
+        return {atom[-1]}
+    if not re.fullmatch(r"\[[\w-]*\]", atom, re.ASCII):
+        return None
+    characters = set[str]()
+    for one in re.finditer(r"(.)-(.)|(.)", atom[1:-1]):
+        first, last = one[1] or one[3], one[2] or one[3]
+        characters.update(map(chr, range(ord(first), ord(last) + 1)))
+    return characters
 
 
 # --- conditions on the beginning and on the end ---

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.json_schema import enforceable
 
-logger = logging.getLogger(__name__)
 MOST_NAMED = 5  # of what a schema asks for in vain
 KINDS = ("json_schema", "regex", "lark")
 
@@ -55,8 +53,9 @@ class Grammar:
         for ever. An `x-guidance` entry of the schema itself takes precedence over both.
 
         No grammar can hold an answer to some keywords (`uniqueItems`, `if`, most look-around in a
-        `pattern`). They are left out and logged, and `left_out` names them. With `strict` they are
-        refused. A `format` that llguidance doesn't know is an annotation.
+        `pattern`). They are left out, and `left_out` names them, and the log does when an answer
+        begins. With `strict` they are refused. A `format` that llguidance doesn't know is an
+        annotation.
 
         Raises `InvalidInput` for what is not JSON, and with `strict` for such keywords.
         """
@@ -69,14 +68,12 @@ class Grammar:
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidInput(f"json_schema: not JSON ({error})") from error
         notes = tuple(map(str, left_out))
-        if notes:
+        if notes and strict:
             named = ", ".join(notes[:MOST_NAMED]) + ", …" * (len(notes) > MOST_NAMED)
-            if strict:
-                raise InvalidInput(
-                    f"json_schema: {named}: answers can't be held to it: leave it out, or leave "
-                    "out strict"
-                )
-            logger.warning("json_schema: answers are not held to %s", named)
+            raise InvalidInput(
+                f"json_schema: {named}: answers can't be held to it: leave it out, or leave out "
+                "strict"
+            )
         return cls("json_schema", text, any_whitespace, notes)
 
     @classmethod

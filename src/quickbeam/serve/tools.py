@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import chain
@@ -163,10 +163,14 @@ def _calls(syntax: CallSyntax, tools: Sequence[Tool], several: bool, tokenizer: 
     ]
     for i, tool in enumerate(tools):
         opening = terminals(begin + tool.function.name + middle)
-        schema = json.dumps({**OBJECT, **(tool.function.parameters or NO_ARGUMENTS)})
         rules.append(f"call{i}: {opening} arguments{i} {terminals(end)}")
-        rules.append(f"arguments{i}: %json {schema}")
+        rules.append(f"arguments{i}: %json {arguments_grammar(tool).text}")
     return "\n".join([*rules, ""])
+
+
+def arguments_grammar(tool: Tool) -> Grammar:
+    """Return the grammar of the arguments of a tool's calls."""
+    return Grammar.json_schema({**OBJECT, **(tool.function.parameters or NO_ARGUMENTS)})
 
 
 def _terminals(text: str, tokenizer: Any) -> str:
@@ -196,6 +200,7 @@ class ToolUse(NamedTuple):
     grammar: Grammar | None = None  # forces calls, or makes them follow schemas; None: neither
     keeps_special: bool = False  # calls can only be found if special tokens stay in the text
     ignored: Sequence[str] = ()  # notes for `BaseRequest.ignore`
+    arguments: Mapping[str, Grammar] = {}  # of the calls in `grammar`, by the tools
 
     def parser(self) -> ToolCallParser:
         """Return a parser of calls for one answer."""
@@ -221,18 +226,31 @@ def tool_use(
     if choice in (None, "auto"):
         several = several is not False
         lark = None
-        if strict := [i for i, tool in enumerate(tools) if tool.function.strict]:
+        held = [i for i, tool in enumerate(tools) if tool.function.strict]
+        if held:
             lark = strict_grammar(form, tools, several, tokenizer)
             if lark is None:  # calls keep to schemas only where they are forced
-                ignored = [f"tools[{i}].function.strict" for i in strict]
+                ignored = [f"tools[{i}].function.strict" for i in held]
     else:
         name = choice.function.name if isinstance(choice, NamedTool) else None
-        forced = [tool for tool in tools if name in (None, tool.function.name)]
+        held = [i for i, tool in enumerate(tools) if name in (None, tool.function.name)]
         # Several only if asked for: a model may not know when to end what a grammar lets go on.
         several = several is True and choice == "required"
-        lark = forcing_grammar(form, forced, several, tokenizer)
-    grammar = None if lark is None else Grammar.lark(lark)
-    return ToolUse(form, tools, several, grammar, special, ignored)
+        lark = forcing_grammar(form, [tools[i] for i in held], several, tokenizer)
+    if lark is None:
+        return ToolUse(form, tools, several, None, special, ignored)
+    arguments = dict[str, Grammar]()
+    for i in held:
+        place, function = f"tools[{i}].function.parameters", tools[i].function
+        own = arguments[f"{place} ({function.name})"] = arguments_grammar(tools[i])
+        if own.left_out and function.strict:
+            raise Refused(
+                f"{place} ({function.name}): {', '.join(own.left_out)}: calls can't be held to it: "
+                "leave it out, or leave out strict",
+                place,
+            )
+        ignored += [f"{place} ({note})" for note in own.left_out]
+    return ToolUse(form, tools, several, Grammar.lark(lark), special, ignored, arguments)
 
 
 class ToolCallParser:
