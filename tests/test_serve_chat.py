@@ -195,11 +195,71 @@ def test_messages_reach_the_template_as_it_takes_them(llm, scripted, monkeypatch
     good(ask(scripted, PATH, {"messages": messages, "chat_template_kwargs": {"extra": "!"}}))
     text = llm.tokenizer.decode(scripted.jobs[0].prompt)
     assert text == "[system||be\nbrief|][user|Ann|hi|][assistant|||f:3][tool|f|4|]!"
-    call["function"]["arguments"] = "[3]"
-    response = ask(scripted, PATH, {"messages": messages})
-    refused(response, "messages[2].tool_calls[0].function.arguments")
     monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ raise_exception('only users') }}")
     assert "only users" in refused(ask(scripted, PATH, body()), "messages")
+
+
+# as Llama 3.1 reads it: a message with the field holds a call
+CAREFUL = (
+    "{% for m in messages %}[{{ m.role }}|{{ m.content }}{% if 'tool_calls' in m %}|{{ "
+    "m.tool_calls[0].function.name }}({{ m.tool_calls[0].function.arguments | tojson }}){% endif %}"
+    "{% if m.keys() - ['role', 'content', 'tool_calls', 'name', 'tool_call_id'] %}?{% endif %}]"
+    "{% endfor %}"
+)
+
+
+def past_call(**function):
+    return {"tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", **function}}]}
+
+
+ASSISTANT, TOOL = {"role": "assistant"}, {"role": "tool", "tool_call_id": "c1"}
+MARK = {"cache_control": {"type": "ephemeral"}}
+MARKED = [{"type": "text", "text": "hi", **MARK, "prompt_cache_breakpoint": {}}]
+PAST = [  # a message as clients send it back, and what the template shows
+    ({**ASSISTANT, "content": "a", "tool_calls": []}, "[assistant|a]"),
+    ({**ASSISTANT, "content": "", "tool_calls": []}, "[assistant|]"),
+    ({**ASSISTANT, "content": None, "tool_calls": []}, "[assistant|]"),
+    ({**ASSISTANT, "content": []}, "[assistant|]"),
+    ({**ASSISTANT, "content": None, "refusal": "no"}, "[assistant|no]"),
+    ({**ASSISTANT, "content": [{"type": "refusal", "refusal": "no"}]}, "[assistant|no]"),
+    ({**ASSISTANT, "content": [], **past_call(arguments="{}")}, "[assistant||f({})]"),
+    ({**ASSISTANT, **past_call(arguments='{"x": 3}')}, '[assistant||f({"x": 3})]'),
+    ({**ASSISTANT, **past_call(arguments={"x": 3})}, '[assistant||f({"x": 3})]'),
+    *(
+        ({**ASSISTANT, **past_call(arguments=nothing)}, "[assistant||f({})]")
+        for nothing in ("", " ", "null", None)
+    ),
+    ({**ASSISTANT, **past_call()}, "[assistant||f({})]"),
+    ({**ASSISTANT, **past_call(arguments="[3]")}, '[assistant||f({"arguments": [3]})]'),
+    ({**ASSISTANT, **past_call(arguments="{x")}, '[assistant||f({"arguments": "{x"})]'),
+    ({**TOOL, "content": []}, "[tool|]"),
+    ({**TOOL, "content": None}, "[tool|]"),
+    ({**TOOL, "content": "4", "is_error": False}, "[tool|4]"),
+    ({**TOOL, "content": MARKED, **MARK}, "[tool|hi]"),
+    ({"role": "user", "content": MARKED, **MARK}, "[user|hi]"),
+]
+
+
+@pytest.mark.parametrize(("message", "shown"), PAST)
+def test_a_history_is_what_it_is(llm, scripted, monkeypatch, message, shown):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", CAREFUL)
+    good(ask(scripted, PATH, {"messages": [message]}))
+    assert llm.tokenizer.decode(scripted.jobs[0].prompt) == shown
+
+
+def test_a_number_without_a_fraction_is_an_integer(scripted):
+    good(ask(scripted, PATH, body(max_tokens=16.0, seed=7.0, n=1.0, top_k=3.0)))
+    params = scripted.jobs[0].params
+    assert (params.max_tokens, params.seed, params.top_k) == (16, 7, 3)
+    assert isinstance(params.max_tokens, int)
+    refused(ask(scripted, PATH, body(max_tokens=16.5)), "max_tokens")
+
+
+def test_images_in_a_history_are_refused_in_clear_words(scripted):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    for message in ({**TOOL, "content": [image]}, {"role": "user", "content": [image]}):
+        response = ask(scripted, PATH, {"messages": [*MESSAGES, message]})
+        assert "text" in refused(response, "messages[1].content[0]")
 
 
 def test_a_last_message_may_be_continued(runner, llm):
@@ -212,12 +272,12 @@ def test_a_last_message_may_be_continued(runner, llm):
 
 
 def test_a_template_is_told_how_much_to_reason(llm, scripted, monkeypatch):
-    for template, effort, shown in (
-        ("{{ reasoning_effort }}", "high", "high"),
-        ("{% if not enable_thinking %}no{% endif %}", "none", "no"),
-        ("-", "none", "-"),
-        ("-", "high", None),
-        ("{{ enable_thinking }}", "high", None),
+    for template, effort, shown, done in (
+        ("{{ reasoning_effort }}", "high", "high", True),
+        ("{% if not enable_thinking %}no{% endif %}", "none", "no", True),
+        ("-", "none", "-", True),
+        ("-", "high", "-", False),
+        ("-{{ enable_thinking }}", "high", "-", False),
     ):
         monkeypatch.setattr(llm.tokenizer, "chat_template", template)
         for path, field, fields in (
@@ -225,11 +285,9 @@ def test_a_template_is_told_how_much_to_reason(llm, scripted, monkeypatch):
             ("/v1/responses", "reasoning.effort", {"input": "x", "reasoning": {"effort": effort}}),
         ):
             response = ask(scripted, path, fields)
-            if shown is None:
-                refused(response, field)
-            else:
-                good(response)
-                assert llm.tokenizer.decode(scripted.jobs[0].prompt) == shown
+            good(response)
+            assert llm.tokenizer.decode(scripted.jobs[0].prompt) == shown
+            assert response.headers.get("x-quickbeam-ignored") == (None if done else field)
 
 
 def test_models_by_other_names(runner):

@@ -7,6 +7,9 @@ from dataclasses import replace
 from importlib.resources import files
 
 import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from quickbeam import LLM, SamplingParams
@@ -146,6 +149,46 @@ async def test_preemptions_are_counted(toy_folder):
             assert metrics["vllm:num_preemptions_total"][""] == times > 0
             # plain decoding drafts nothing
             assert metrics["vllm:spec_decode_num_drafts_total"][""] == 0
+
+
+OPENMETRICS = "application/openmetrics-text"
+ACCEPTED = (
+    *("", "*/*", "text/plain;version=0.0.4", "text/plain;version=1.0.0;escaping=allow-utf-8"),
+    *(OPENMETRICS, f"{OPENMETRICS};version=1.0.0;q=0.75,text/plain;version=0.0.4;q=0.5"),
+    *(
+        f"{OPENMETRICS};version=1.0.0;escaping={escaping},text/plain;version=1.0.0"
+        for escaping in ("allow-utf-8", "underscores", "dots", "values")
+    ),
+)
+
+
+def families(text, content_type):
+    """By name, with the names and values of samples, as the reader of this format has them."""
+    read = text_string_to_metric_families
+    if content_type.startswith(OPENMETRICS):
+        read = openmetrics_families
+    return {
+        one.name: [(sample.name, sample.labels, sample.value) for sample in one.samples]
+        for one in read(text)
+    }
+
+
+async def test_names_are_the_same_in_every_format(llm):
+    async with served(llm, served_name="tiny") as (runner, client):
+        await answered(runner, [job(llm)])
+        responses = [await client.get("/metrics", headers={"accept": one}) for one in ACCEPTED]
+    formats, names = set(), set()
+    for response in responses:
+        content_type = response.headers["content-type"]
+        formats.add(content_type)
+        every = families(response.text, content_type)
+        assert every["vllm:generation_tokens"][0][0] == "vllm:generation_tokens_total"
+        assert {"vllm:num_requests_running", "quickbeam:nodes_per_step"} <= every.keys()
+        samples = {name for family in every.values() for name, _, _ in family}
+        names.add(frozenset(name for name in samples if not name.endswith("_created")))
+        about = set(re.findall(r"^# TYPE (\S+)", response.text, re.MULTILINE))
+        assert all(any(name.startswith(one) for one in about) for name in samples)
+    assert len(formats) == 3 and len(names) == 1
 
 
 async def test_the_dashboard_asks_for_metrics_that_there_are(llm):

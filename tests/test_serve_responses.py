@@ -8,7 +8,8 @@ from quickbeam import QuickbeamError, SamplingParams
 from quickbeam.engine.result import Logprob
 from quickbeam.serve import responses
 from quickbeam.serve.calls import ParsedCall
-from serving import Texts, ask, events, good
+from quickbeam.serve.messages import Tool, offered_tool
+from serving import Texts, ask, events, good, refused
 
 PATH = "/v1/responses"
 INPUT = "the cat sat on the mat and the cat"
@@ -69,6 +70,32 @@ def test_items_are_messages(llm, scripted):
     assert scripted.jobs[0].params.max_tokens == 512 - len(scripted.jobs[0].prompt)
 
 
+def test_empty_and_broken_items_are_read(llm, scripted, monkeypatch):
+    template = (
+        "{% for m in messages %}[{{ m.role }}|{{ m.content }}{% if 'tool_calls' in m %}|{{ "
+        "m.tool_calls[0].function.arguments | tojson }}{% endif %}]{% endfor %}"
+    )
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    call = {"type": "function_call", "call_id": "c1", "name": "f"}
+    output = {"type": "function_call_output", "call_id": "c1"}
+    text = {"type": "input_text", "text": "4", "prompt_cache_breakpoint": {}}
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    items = [
+        {"type": "message", "role": "assistant", "content": []},
+        {**call, "arguments": "{x"},
+        {**output, "output": []},
+        {**call, "arguments": ""},
+        {**output, "output": None},
+        {**output, "output": [text]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    ]
+    good(ask(scripted, PATH, {"input": items, "max_output_tokens": 16.0}))
+    shown = '[assistant||{"arguments": "{x"}][tool|][assistant||{}][tool|][tool|4][assistant|no]'
+    assert llm.tokenizer.decode(scripted.jobs[0].prompt) == shown
+    response = ask(scripted, PATH, {"input": [*items, {**output, "output": [image]}]})
+    assert "input_image" in refused(response, "input[7]")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs(runner, llm, stream):
     right = llm.chat(MESSAGES, SamplingParams(max_tokens=12, logprobs=2), method="ar").logprobs
@@ -93,7 +120,9 @@ def test_logprobs_of_a_call_are_in_no_text(once):
     parts = [(["Let"], [0]), (["é"], [1]), ([], [2]), ([call], [3]), (["bye"], [4]), ([], [5])]
     if once:  # the first four as one, and the others
         parts = [(["Let", "é", call], [0, 1, 2, 3]), (["bye"], [4, 5])]
-    items = responses.Items(Texts(b"Let", "é".encode(), b"<call>", b"f()", b"bye", b"<end>"))
+    texts = Texts(b"Let", "é".encode(), b"<call>", b"f()", b"bye", b"<end>")
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f"}})
+    items = responses.Items(texts, {"f": offered_tool(tool)})
     emitted = list[dict[str, Any]]()
     for pieces, tokens in parts:
         emitted += items.add(pieces, [Logprob(token, -1.0, {}) for token in tokens])

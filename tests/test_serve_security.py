@@ -1,9 +1,11 @@
 """Who may ask, how much, from where, and what is written down of it."""
 
 import asyncio
+import gzip
 import logging
 import socket
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -56,7 +58,7 @@ def test_what_is_open(llm, protect):
     paths = "/ /health /metrics /v1/models /version /openapi.json /tokenize /nowhere /health/"
     asked = [("GET", path, {}) for path in (*paths.split(), "/metrics/x")]
     statuses = codes(ask(llm, *asked, api_keys=("key",), protect_metrics=protect))
-    assert statuses == [200, 200, 401 if protect else 200, *[401] * 7]
+    assert statuses == [200, 200, 401 if protect else 200, *[401] * 5, 200, 401]
     # pages that would load scripts from elsewhere
     assert codes(ask(llm, ("GET", "/docs", {}), ("GET", "/redoc", {}))) == [404, 404]
 
@@ -78,6 +80,83 @@ def test_a_large_body_is_refused_unread(llm):
         error = one.json()["error"]
         assert one.status_code == 413 and one.headers["connection"] == "close"
         assert "1000 bytes" in error["message"] and error["code"] == "body_too_large"
+
+
+def test_compressed_bodies_are_read(llm):
+    body = b'{"model": "tiny", "prompt": "hello", "max_tokens": 1}'
+    bomb = b'{"model": "tiny", "prompt": "hello", "x": "' + b"x" * 2000 + b'"}'
+    limit = {"max_body": "1kB"}
+
+    def asked(content, coding):
+        headers = {"Content-Type": "application/json", "Content-Encoding": coding}
+        return "POST", "/v1/completions", {"content": content, "headers": headers}
+
+    async def pieces():
+        for byte in gzip.compress(body):
+            yield bytes([byte])
+
+    fine = [
+        (gzip.compress(body), "gzip"),
+        (pieces(), "X-GZip"),
+        (zlib.compress(body), "deflate"),
+        (body, "identity"),
+    ]
+    assert codes(ask(llm, *(asked(*one) for one in fine), **limit)) == [200] * 4
+    too_large = asked(gzip.compress(bomb), "gzip"), asked(zlib.compress(bomb), "deflate")
+    for response in ask(llm, *too_large, **limit):
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "body_too_large"
+    broken = (body, gzip.compress(body)[:-9], gzip.compress(body) + b"x", b"")
+    for response in ask(llm, *(asked(one, "gzip") for one in broken), **limit):
+        assert response.status_code == 400 and "decompress" in response.text
+    for response in ask(llm, *(asked(body, one) for one in ("br", "zstd", "gzip, gzip"))):
+        assert (
+            response.status_code == 415 and response.headers["accept-encoding"] == "gzip, deflate"
+        )
+        assert response.json()["error"]["code"] == "unsupported_encoding"
+
+
+def test_whole_urls_and_slashes_at_the_end_are_as_without(llm):
+    paths = ["/v1/models", "/v1/models/tiny", "/version", "/health", "/"]
+    plain = [one.content for one in ask(llm, *(("GET", path, {}) for path in paths))]
+    slashed = [("GET", f"{path.rstrip('/')}/", {}) for path in paths]
+    assert [one.content for one in ask(llm, *slashed)] == plain
+    method, path, fields = completion()
+    for same in (f"{path}/", f"{path}//"):
+        assert codes(ask(llm, (method, same, fields))) == [200]
+
+
+def exchange_raw(runner, *heads):
+    """The statuses of responses to requests with these heads, over a socket."""
+
+    def exchange(address, head):
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(head.encode() + b"\r\nConnection: close\r\n\r\n")
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        return int(answer.split()[1])
+
+    with serving(runner) as (address, _):
+        return [exchange(address, head) for head in heads]
+
+
+def test_targets_that_are_whole_urls(llm):
+    """Their host counts, and not the header's; no path is open for the URL that it stands in."""
+    targets = (
+        ("http://localhost/v1/models", 200),
+        ("HTTP://LocalHost:80/v1/models/?x=1", 200),
+        ("http://localhost", 200),
+        ("http://evil.example/v1/models", 400),
+        ("http://localhost/nowhere", 404),
+    )
+    heads = [f"GET {target} HTTP/1.1\r\nHost: localhost" for target, _ in targets]
+    heads.append("GET http://localhost/health HTTP/1.1\r\nHost: evil.example")
+    runner = ScriptedRunner(ServeSettings(), llm)
+    assert exchange_raw(runner, *heads) == [*(status for _, status in targets), 200]
+    keyed = ScriptedRunner(ServeSettings(api_keys=("key",)), llm)
+    paths = ("health", "v1/models", "health/../v1/models", "", "/health")
+    heads = [f"GET http://localhost/{path} HTTP/1.1\r\nHost: localhost" for path in paths]
+    assert exchange_raw(keyed, *heads) == [200, 401, 401, 200, 401]
 
 
 def test_clients_that_send_half_a_body_are_left(llm):

@@ -356,8 +356,10 @@ def test_a_tokenizers_own_template_comes_first():
     assert read(form, f"so {call}", 4) == ["so ", F]
     assert read(form, f"<think>{call}</think>so {call}", 4) == [f"<think>{call}</think>so ", F]
     refuses("can't force", forcing_grammar, form, TOOLS, True, own, error=ValueError)
-    asked = form, TOOLS, True, own, ANSWER
-    refuses("can't write a grammar", answer_grammar, *asked, error=ValueError)
+    asked = [ANSWER], own
+    refuses(
+        "can't write a grammar", calling.tool_use, TOOLS, "auto", None, *asked, error=ValueError
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -528,14 +530,19 @@ def test_calls_of_a_response(scripted, llm):
 
 
 STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+SETS = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+UNENFORCEABLE = {"name": "a", "schema": SETS, "strict": True}
+UNENFORCEABLE = {"type": "json_schema", "json_schema": UNENFORCEABLE}
+IMPOSSIBLE = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "word"}}}
 REFUSED = [  # fields, and the one that the error names
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
     ({"tools": [TOOL, TOOL]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"regex": "a+"}, "regex"),
     ({"regex": "a+", "tool_choice": "required"}, "regex"),
+    ({"response_format": UNENFORCEABLE}, "response_format"),
+    ({"response_format": IMPOSSIBLE}, "response_format"),
 ]
 
 
@@ -557,6 +564,30 @@ def test_what_cannot_be_held_to_a_schema_is_said_in_a_header(scripted, stream, c
     assert sum("tools[1].function.strict" in line for line in lines) == 1
     response = ask(scripted, PATH, body(tools=tools, stream=stream, tool_choice="required"))
     assert response.status_code == 200 and "x-quickbeam-ignored" not in response.headers
+
+
+UNIQUE = {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True}
+TAGS = {"type": "object", "properties": {"tags": UNIQUE}}
+
+
+def test_a_tool_names_what_its_calls_are_not_held_to_or_is_refused_if_strict(scripted):
+    place, words = "tools[1].function.parameters", "uniqueItems at #/properties/tags"
+    tools = [TOOL, {"type": "function", "function": {"name": "g", "parameters": TAGS}}]
+    response = ask(scripted, PATH, body(tools=tools, tool_choice="required"))
+    assert response.headers["x-quickbeam-ignored"] == f"{place} ({words})"
+    assert "x-quickbeam-ignored" not in ask(scripted, PATH, body(tools=tools)).headers
+    tools[1] = {"type": "function", "function": {**tools[1]["function"], "strict": True}}
+    message = refused(ask(scripted, PATH, body(tools=tools, tool_choice="required")), place)
+    assert f"(g): {words}" in message
+
+
+def test_an_error_in_a_tools_schema_names_the_tool_and_quotes_no_grammar_of_ours(runner):
+    wrong = {"type": "object", "properties": {"a": {"type": "strnig"}}}
+    tools = [TOOL, {"type": "function", "function": {"name": "g", "parameters": wrong}}]
+    response = ask(runner, PATH, body(tools=tools, tool_choice="required"))
+    message = refused(response, "tools[1].function.parameters")
+    assert "(g): json_schema: Invalid type: strnig" in message
+    assert "lark" not in message and "arguments1" not in message
 
 
 def test_the_header_of_what_is_left_out_is_short_plain_text():
@@ -669,7 +700,8 @@ def test_answer_grammars_allow_calls_or_an_answer_that_fits(name, tokenizer):
 
     strict = [TOOLS[0].model_copy(deep=True), TOOLS[1]]
     strict[0].function.strict = True
-    for answer in (ANSWER, ANSWER._replace(value={"type": "object"})):
+    fitting = Grammar.json_schema(ANSWER_SCHEMA)
+    for answer in (fitting, Grammar.json_object()):
         lark = answer_grammar(form, strict, True, tokenizer, answer)
         for allowed in (
             written("f", '{"x": 3}'),
@@ -681,7 +713,7 @@ def test_answer_grammars_allow_calls_or_an_answer_that_fits(name, tokenizer):
         call = written("f", '{"x": 3}')
         for forbidden in ("So", '{"name": 3', f'{{"name": "f"}}{call}', f"So {call}"):
             assert not matches(lark, tokenizer, forbidden), forbidden
-    lark = answer_grammar(form, strict, True, tokenizer, ANSWER)
+    lark = answer_grammar(form, strict, True, tokenizer, fitting)
     for forbidden in (written("f", '{"x": "3"}'), written("h", "{}"), '{"name": "of"}', "{}"):
         assert not matches(lark, tokenizer, forbidden), forbidden
 

@@ -37,6 +37,7 @@ from quickbeam.serve.messages import (
     Detokenize,
     Tokenize,
     TokenizeText,
+    offered_tools,
 )
 from quickbeam.serve.responses import ResponsesRequest
 from quickbeam.serve.runner import AnsweredRequest, Json, Runner
@@ -331,13 +332,14 @@ async def tokenize(runner: Runner, http: Request) -> Response:
     """Return the tokens of a text, or of the prompt of a conversation (by the chat template)."""
     request = await read(http, Tokenize)
     tokenizer = runner.llm.tokenizer
+    tools = [one.shown for one in offered_tools(getattr(request, "tools", None))]
 
     def work() -> Response:
         if isinstance(request, TokenizeText):
             special = request.add_special_tokens is not False
             ids = list(tokenizer(request.prompt, add_special_tokens=special)["input_ids"])
         else:
-            ids = encode_conversation(runner.llm, request, request.tools)
+            ids = encode_conversation(runner.llm, request, tools)
         texts = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
         about = {"count": len(ids), "max_model_len": runner.llm.room(0)}
         return JSONResponse({**about, "tokens": ids, "token_strs": texts})
@@ -347,9 +349,9 @@ async def tokenize(runner: Runner, http: Request) -> Response:
         if isinstance(request, TokenizeText):
             tokens = len(request.prompt) // BYTES_A_TOKEN
         else:
-            if request.tools:
+            if tools:
                 tool_format(tokenizer)  # raises if the chat template doesn't take tools
-            tokens = completions.estimate(request, request.tools)
+            tokens = completions.estimate(request, tools)
         return await runner.tokenise(work, tokens, TENANT.get())
 
 

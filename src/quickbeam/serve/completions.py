@@ -13,15 +13,23 @@ from typing import Any
 from quickbeam.engine.result import Completion, Logprob
 from quickbeam.engine.stream import Delta
 from quickbeam.llm import LLM
-from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve import convert
 from quickbeam.serve.admission import BYTES_A_TOKEN
 from quickbeam.serve.calls import ParsedCall, split
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import ChatRequest, CompletionRequest, Conversation, Tool, text_of
+from quickbeam.serve.messages import (
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    Tool,
+    ToolRequest,
+    custom_input,
+    text_of,
+)
 from quickbeam.serve.runner import AnsweredRequest, Json, Runner, Streams
-from quickbeam.serve.schemas import BaseRequest, GenerationRequest, StreamOptions
+from quickbeam.serve.schemas import GenerationRequest, StreamOptions
 from quickbeam.serve.tools import ToolUse, tool_use
+from quickbeam.token_texts import TokenTexts
 
 # What stands before a prefix, between it and a suffix, and behind that, in the models that fill in.
 INFILL = (
@@ -34,19 +42,23 @@ LOWEST = -9999.0  # in place of minus infinity, which JSON does not have
 
 
 async def begin_chat(runner: Runner, request: ChatRequest) -> ChatCompletion:
-    choice, several = request.tool_choice, request.parallel_tool_calls
-    wanted = request.tools, choice, several, request.grammars, runner.llm.tokenizer
-    calls = await asyncio.to_thread(tool_use, *wanted)
+    several, tokenizer = request.parallel_tool_calls, runner.llm.tokenizer
+    wanted = request.shown_tools, request.choice, several, request.grammars, tokenizer
+    with convert.named(request):
+        calls = await asyncio.to_thread(tool_use, *wanted)
     answers = await begin_conversation(runner, request, request, calls)
     return ChatCompletion(runner, request, answers, calls)
 
 
 async def begin_conversation(
-    runner: Runner, request: BaseRequest, conversation: Conversation, calls: ToolUse
+    runner: Runner, request: ToolRequest, conversation: Conversation, calls: ToolUse
 ) -> Streams:
     """Have the engine begin to answer a conversation."""
     for note in calls.ignored:
         request.ignore(note)
+    template = str(runner.llm.tokenizer.chat_template)
+    if not convert.knows_effort(template, conversation.reasoning_effort):
+        request.ignore(request.effort_field)
     tokens = estimate(conversation, calls.tools)
     return await convert.begin(
         runner,
@@ -178,6 +190,7 @@ class ChatCompletion(Choices):
         tokenizer = runner.llm.tokenizer
         self._parsers = [calls.parser(answers.prompts[0], tokenizer) for _ in answers.streams]
         self._called = [0] * len(answers.streams)  # tool calls of each answer that were sent
+        self._tools = request.offered
         self._scored = bool(request.logprobs)
         if self.with_ids:
             self.about_prompt = {"prompt_token_ids": answers.prompts[0]}
@@ -188,7 +201,7 @@ class ChatCompletion(Choices):
         message: Json = {"role": "assistant", "content": content or None if calls else content}
         message["refusal"] = None
         if calls:
-            message["tool_calls"] = [*map(_call, calls)]
+            message["tool_calls"] = [self._call(call) for call in calls]
         choice = {"index": index, "message": message}
         choice["logprobs"] = self._logprobs(completion.logprobs or [])
         choice["finish_reason"] = self.reason(index)
@@ -213,9 +226,19 @@ class ChatCompletion(Choices):
         delta: Json = {"content": content} if content or not calls else {}
         if calls:
             numbered = enumerate(calls, self._called[index])
-            delta["tool_calls"] = [{"index": number, **_call(call)} for number, call in numbered]
+            delta["tool_calls"] = [
+                {"index": number, **self._call(call)} for number, call in numbered
+            ]
             self._called[index] += len(calls)
         return delta
+
+    def _call(self, call: ParsedCall) -> Json:
+        tool = self._tools[call.name]
+        if tool.custom:
+            custom = {"name": tool.name, "input": custom_input(call.arguments)}
+            return {"id": call.id, "type": "custom", "custom": custom}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": call.id, "type": "function", "function": function}
 
     def reason(self, index: int) -> str:
         reason = super().reason(index)
@@ -227,11 +250,6 @@ class ChatCompletion(Choices):
 
 def _part(index: int, delta: Json, reason: str | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-
-
-def _call(call: ParsedCall) -> Json:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 class TextCompletion(Choices):

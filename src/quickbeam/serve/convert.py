@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from quickbeam.errors import InvalidInput
+from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
-from quickbeam.serve.admission import TENANT
+from quickbeam.serve.admission import TENANT, Ticket
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import (
     Conversation,
@@ -65,7 +66,7 @@ async def begin(
             with runner.in_time(ticket):
                 prompts, lengths = await runner.tokenise(work, tokens, ticket.tenant)
             if params.grammar is not None:
-                await runner.compile_grammar(params.grammar, ticket)
+                await _compile(runner, params.grammar, tools or ToolUse(), ticket)
             # Each prompt gets a seed of its own. With a shared seed, the same prompt given twice
             # would see the same noise and get the same answer.
             given = getattr(request, "seeds", None)
@@ -84,6 +85,19 @@ async def begin(
             return Streams(await runner.begin(jobs, ticket), prompts, seeds)
 
 
+async def _compile(runner: Runner, grammar: Grammar, tools: ToolUse, ticket: Ticket) -> None:
+    """Compile a request's grammar. Raises `Refused` by a schema in it that can't be used."""
+    try:
+        await runner.compile_grammar(grammar, ticket)
+    except InvalidInput:
+        for field, schema in tools.schemas.items():
+            try:
+                await runner.compile_grammar(schema, ticket)
+            except InvalidInput as error:
+                raise Refused(f"{field}: {error}", field.partition(" ")[0]) from error
+        raise
+
+
 @contextmanager
 def named(request: BaseRequest | TokenizeText | TokenizeChat) -> Iterator[None]:
     """Raise `InvalidInput` as `Refused`, by the field that its message begins with."""
@@ -95,9 +109,11 @@ def named(request: BaseRequest | TokenizeText | TokenizeChat) -> Iterator[None]:
         message, param = str(error), request.prompt_field
         if isinstance(request, BaseRequest):
             message = message.replace("max_tokens", request.length_limit[0])
-        within = {"budget": "speculation.budget", "reasoning_effort": "reasoning.effort"}
         word = re.match("[a-zA-Z_]*", message)[0]  # type: ignore[index]
-        param = word if word in type(request).model_fields else within.get(word, param)
+        if word in type(request).model_fields:
+            param = word
+        elif word == "budget":
+            param = "speculation.budget"
         if isinstance(request, BaseRequest) and word in ("json_schema", "regex", "lark", "grammar"):
             param = request.grammars[0].param if request.grammars else "tools"
         raise Refused(message, param) from error
@@ -123,6 +139,11 @@ def sampling(request: BaseRequest, tools: ToolUse, defaults: Mapping[str, Any]) 
         given["logit_bias"] = {int(name): bias for name, bias in request.logit_bias.items()}
     if tools.keeps_special:
         given["skip_special_tokens"] = False
+    grammar = tools.grammar
+    for param, make, value in () if grammar else request.grammars:
+        grammar = make(value)
+        for note in grammar.left_out:
+            request.ignore(f"{param} ({note})")
     # SamplingParams checks min_tokens against max_tokens. Where no limit is given, the real one is
     # set later, from the room in the context.
     length = request.length_limit[1]
@@ -130,7 +151,7 @@ def sampling(request: BaseRequest, tools: ToolUse, defaults: Mapping[str, Any]) 
         max_tokens=2**31 if length is None else length,
         logprobs=request.scores,
         prompt_logprobs=request.prompt_scores,
-        grammar=tools.grammar or next((one.make(one.value) for one in request.grammars), None),
+        grammar=grammar,
         **given,
     )
 
@@ -179,7 +200,7 @@ def encode_conversation(
             "the template",
             "chat_template_kwargs",
         )
-    left = {"function": {"strict", "allowed_callers", "defer_loading"}}
+    left = {"function": {"strict", "allowed_callers", "defer_loading", "output_schema"}}
     return llm.encode_chat(
         template_messages(conversation.messages),
         tools=[tool.model_dump(exclude_none=True, exclude=left) for tool in tools or []] or None,
@@ -188,18 +209,33 @@ def encode_conversation(
     )
 
 
+def knows_effort(template: str, effort: str | None) -> bool:
+    """Return whether a chat template can do what an effort to reason asks for."""
+    return effort in (None, "none") or "reasoning_effort" in template
+
+
 def _effort(template: str, effort: str | None) -> dict[str, Any]:
     """Return the variables by which a chat template is told how much to reason."""
-    if effort is None:
-        return {}
-    if "reasoning_effort" in template:
+    if effort is not None and "reasoning_effort" in template:
         return {"reasoning_effort": effort}
-    if effort == "none":
-        return {"enable_thinking": False} if "enable_thinking" in template else {}
-    raise InvalidInput(
-        f"reasoning_effort={effort!r}: this model's chat template knows no efforts; leave it out, "
-        "or give none"
-    )
+    if effort == "none" and "enable_thinking" in template:
+        return {"enable_thinking": False}
+    return {}
+
+
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """Return the arguments of an earlier call as an object, which chat templates need.
+
+    Models make mistakes, and a history is what it is: what is no object becomes the only member
+    of one, `arguments`. Nothing, and null, are an object without members.
+    """
+    try:
+        value = json.loads(arguments.strip() or "null")
+    except (ValueError, RecursionError):
+        value = arguments
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -208,20 +244,15 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     `developer` becomes `system`, and a tool's answer gets the tool's name.
     """
     shown, names = list[dict[str, Any]](), dict[str, str]()
-    for number, message in enumerate(messages):
+    for message in messages:
         one = {**message.model_dump(exclude_none=True), "content": text_of(message.content)}
         if message.role == "developer":
             one["role"] = "system"
-        for i, call in enumerate(one.get("tool_calls", ())):
+        for call in one.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
-            try:
-                arguments = json.loads(call["function"]["arguments"] or "{}")
-            except (ValueError, RecursionError):
-                arguments = None
-            if not isinstance(arguments, dict):
-                where = f"messages[{number}].tool_calls[{i}].function.arguments"
-                raise Refused(f"{where}: not a JSON object", where)
-            call["function"]["arguments"] = arguments
+            call["function"]["arguments"] = arguments_object(call["function"]["arguments"])
+        if not one.get("tool_calls"):  # some templates take the field for a call
+            one.pop("tool_calls", None)
         if isinstance(message, ToolMessage) and message.tool_call_id in names:
             one.setdefault("name", names[message.tool_call_id])
         shown.append(one)

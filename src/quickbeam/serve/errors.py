@@ -56,6 +56,7 @@ CODES: dict[str | None, tuple[int, dict[str, str]]] = {
     "request_timeout": (408, {"Connection": "close"}),
     "body_too_large": (413, {"Connection": "close"}),
     "unsupported_media_type": (415, {}),
+    "unsupported_encoding": (415, {"Accept-Encoding": "gzip, deflate"}),
 }
 
 

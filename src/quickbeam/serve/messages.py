@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
+from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, model_validator
 from typing_extensions import Self
 
 from quickbeam.serve.schemas import (
     NAME,
+    BaseRequest,
     Body,
     Few,
     GenerationRequest,
@@ -24,19 +27,167 @@ from quickbeam.serve.schemas import (
 )
 
 
-class Function(Body):
+class BaseFunction(Body):
+    """What all tools have that a client runs."""
+
     name: Annotated[str, Field(pattern=NAME)]
     description: str | None = None
+    allowed_callers: Few[str] | None = None
+    # each tool is shown, as there is no search for those that are deferred
+    defer_loading: bool | None = None
+
+
+class Function(BaseFunction):
     parameters: Object | None = None
     strict: bool | None = None
-    # in the Responses API alone, where they may have one value
-    allowed_callers: Few[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
+    output_schema: Object | None = None  # of what a program would read
 
 
 class Tool(Body):
     type: Literal["function"]
     function: Function
+
+
+class CustomFunction(BaseFunction):
+    format: Object | None = None
+
+
+class CustomTool(Body):
+    """A function of one text, which a client gives and gets back in a form of its own."""
+
+    type: Literal["custom"]
+    custom: CustomFunction
+
+
+class HostedTool(LenientBody):
+    """A tool that another server would run. It is left out."""
+
+    type: str
+
+
+def nested(value: Any) -> Any:
+    """Return a tool, or the choice of one, in the form of chats: `{"type": TYPE, TYPE: {…}}`."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("function", "custom", "allowed_tools") or kind in value:
+        return value
+    return {"type": kind, kind: {name: value[name] for name in value if name != "type"}}
+
+
+def flat(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool, or the choice of one, in the form of the Responses API."""
+    kind = value["type"]
+    if kind == "namespace":
+        return {**value, "tools": [flat(tool) for tool in value["tools"]]}
+    return {"type": kind, **value[kind]} if kind in value else value
+
+
+def _kind_of_tool(value: Any) -> str:
+    """Return the tag of a tool, given as JSON or, when it is dumped, as an object."""
+    given = isinstance(value, dict)
+    kind = value.get("type", "function") if given else getattr(value, "type", "function")
+    return f"{kind} tool" if kind in ("function", "custom", "namespace") else "hosted tool"
+
+
+FUNCTION_TAG, CUSTOM_TAG = Tag("function tool"), Tag("custom tool")
+RunByClient = Annotated[
+    Annotated[Tool, FUNCTION_TAG] | Annotated[CustomTool, CUSTOM_TAG],
+    Discriminator(_kind_of_tool),
+    BeforeValidator(nested),
+]
+
+
+class Namespace(Body):
+    """Tools that share the first part of their names."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(pattern=NAME)]
+    description: str | None = None
+    tools: Few[RunByClient]
+
+
+AnyTool = Annotated[
+    Annotated[Tool, FUNCTION_TAG]
+    | Annotated[CustomTool, CUSTOM_TAG]
+    | Annotated[Namespace, Tag("namespace tool")]
+    | Annotated[HostedTool, Tag("hosted tool")],
+    Discriminator(_kind_of_tool),
+    BeforeValidator(nested),
+]
+
+
+class OfferedTool(NamedTuple):
+    """A tool as a model is shown it, and how the client names it."""
+
+    shown: Tool
+    name: str
+    namespace: str | None
+    custom: bool
+
+
+# the argument of a custom tool, which is shown as a function
+INPUT = "input"
+ONE_TEXT = {
+    "type": "object",
+    "properties": {INPUT: {"type": "string"}},
+    "required": [INPUT],
+    "additionalProperties": False,
+}
+
+
+def name_shown(name: str, namespace: str | None) -> str:
+    """Return the name by which a model knows a tool."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def offered_tool(tool: Tool | CustomTool, namespace: str | None = None) -> OfferedTool:
+    """Return a tool as a model is shown it."""
+    if isinstance(tool, Tool):
+        function, custom = tool.function, False
+    else:
+        function = Function(name=tool.custom.name, parameters=ONE_TEXT)
+        function.description, custom = tool.custom.description, True
+    shown = function.model_copy(update={"name": name_shown(function.name, namespace)})
+    return OfferedTool(Tool(type="function", function=shown), function.name, namespace, custom)
+
+
+def custom_input(arguments: str) -> str:
+    """Return the text of a custom tool's call from the arguments of a function's call.
+
+    All arguments, as they are, where a model gave others than it was asked for.
+    """
+    text = json.loads(arguments).get(INPUT)
+    return text if isinstance(text, str) else arguments
+
+
+def offered_tools(tools: list[AnyTool] | None) -> list[OfferedTool]:
+    """Return the tools that a model is shown."""
+    offered = list[OfferedTool]()
+    for tool in tools or []:
+        if isinstance(tool, Namespace):
+            offered += [offered_tool(one, tool.name) for one in tool.tools if is_called(one)]
+        elif not isinstance(tool, HostedTool) and is_called(tool):
+            offered.append(offered_tool(tool))
+    return offered
+
+
+def is_called(tool: Tool | CustomTool) -> bool:
+    """Return whether a model may call a tool itself, and not only by programs that it writes."""
+    callers = (tool.function if isinstance(tool, Tool) else tool.custom).allowed_callers
+    return callers is None or "direct" in callers
+
+
+def ignored_tools(tools: list[AnyTool] | None, where: str = "tools") -> Iterator[str]:
+    """Yield notes on what of the tools is left out."""
+    for number, tool in enumerate(tools or []):
+        name = f"{where}[{number}]"
+        if isinstance(tool, HostedTool):
+            yield f"{name} ({tool.type[:64]})"
+        elif isinstance(tool, Namespace):
+            yield from ignored_tools([*tool.tools], f"{name}.tools")
+        elif not is_called(tool):
+            yield f"{name}.allowed_callers"
+        elif isinstance(tool, CustomTool) and (tool.custom.format or {}).get("type") == "grammar":
+            yield f"{name}.format"
 
 
 ToolMode = Literal["none", "auto", "required"]
@@ -46,11 +197,55 @@ ANSWER_FORMATS = ("response_format", "text")
 
 class FunctionName(Body):
     name: str
+    namespace: str | None = None
 
 
 class NamedTool(Body):
     type: Literal["function"]
     function: FunctionName
+
+
+class NamedCustomTool(Body):
+    type: Literal["custom"]
+    custom: FunctionName
+
+
+class Allowed(Body):
+    mode: Literal["auto", "required"]
+    tools: Few[Object]
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the tools, and of namespaces."""
+        names = set[str]()
+        for tool in self.tools:
+            match tool:
+                case (
+                    {"function": {"name": str(name)}}
+                    | {"custom": {"name": str(name)}}
+                    | {"name": str(name)}
+                ):
+                    names.add(name)
+        return names
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+def _choice(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in ("function", "custom", "allowed_tools"):
+        raise refuse(
+            f"this server runs no {kind[:64]!r}: choose a function, or give auto, required or none"
+        )
+    return nested(value)
+
+
+ToolChoice = Annotated[
+    ToolMode | NamedTool | NamedCustomTool | AllowedTools, BeforeValidator(_choice)
+]
 
 
 def check_tools(
@@ -72,12 +267,22 @@ def check_tools(
         )
 
 
-class TextPart(Body):
+class TextPart(LenientBody):
     type: Literal["text"]
     text: str
 
 
-Content = str | Some[Annotated[TextPart, text_part("text")]]
+def _refusal_as_text(part: Any) -> Any:
+    match part:
+        case {"type": "refusal", "refusal": text}:
+            return {"type": "text", "text": text}
+    return part
+
+
+Part = Annotated[TextPart, text_part("text"), BeforeValidator(_refusal_as_text)]
+Content = str | Some[Part]
+# of what was said before, whatever it was: an empty list is an empty text
+PastContent = str | Many[Part]
 
 
 def text_of(content: str | list[Any] | None) -> str:
@@ -85,15 +290,29 @@ def text_of(content: str | list[Any] | None) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content or [])
 
 
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+
+
 class CalledFunction(LenientBody):
+    """What a model called. Its arguments need not be JSON, as models make mistakes."""
+
     name: str
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(_as_text)] = ""
 
 
 class ToolCall(LenientBody):
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, call: Any) -> Any:
+        match call:
+            case {"type": "custom", "custom": {"name": name, "input": text}, **more}:
+                return {**more, "function": {"name": name, "arguments": {INPUT: text}}}
+        return call
 
 
 class UserMessage(Body):
@@ -106,27 +325,36 @@ class AssistantMessage(LenientBody):
     """A message of the assistant. `reasoning` is what vLLM calls `reasoning_content`."""
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: PastContent | None = None
     name: str | None = None
     tool_calls: Few[ToolCall] | None = None
     reasoning_content: str | None = Field(
         default=None, validation_alias=AliasChoices("reasoning_content", "reasoning")
     )
     # they would say something to a model
-    refusal: None = None
     audio: None = None
     function_call: None = None
 
-    @model_validator(mode="after")
-    def _says_something(self) -> Self:
-        if self.content is None and not self.tool_calls and self.reasoning_content is None:
+    @model_validator(mode="before")
+    @classmethod
+    def _with_content(cls, body: Any) -> Any:
+        """Take a refusal as content; check that there is a field which may hold what was said."""
+        if not isinstance(body, dict):
+            return body
+        if not body.keys() & SAYING:
             raise refuse("give content or tool_calls")
-        return self
+        if body.get("content") is None and isinstance(body.get("refusal"), str):
+            return {**body, "content": body["refusal"]}
+        return body
 
 
-class ToolMessage(Body):
+# fields of an assistant's message one of which is given, even if it is empty
+SAYING = {"content", "tool_calls", "reasoning_content", "reasoning", "refusal", "function_call"}
+
+
+class ToolMessage(LenientBody):
     role: Literal["tool"]
-    content: Content
+    content: PastContent | None = None
     tool_call_id: str
     name: str | None = None
 
@@ -140,7 +368,7 @@ class Conversation(Body):
     prompt_field: ClassVar[str] = "messages"
 
     messages: Some[Message]
-    tools: Few[Tool] | None = None
+    tools: Few[AnyTool] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     reasoning_effort: str | None = None
@@ -157,6 +385,52 @@ class Conversation(Body):
         return self
 
 
+class ToolRequest(BaseRequest):
+    """The fields about tools that chats and the Responses API share."""
+
+    effort_field: ClassVar[str]  # says how much to reason
+
+    tools: Few[AnyTool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_tools_left_out(self) -> Self:
+        for note in ignored_tools(self.tools):
+            self.ignore(note)
+        return self
+
+    @property
+    def offered(self) -> dict[str, OfferedTool]:
+        """The tools that a model may call, by the names that it knows."""
+        return {one.shown.function.name: one for one in self._allowed}
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that a model may call, as it is shown them."""
+        return [one.shown for one in self._allowed]
+
+    @property
+    def _allowed(self) -> list[OfferedTool]:
+        every = offered_tools(self.tools)
+        if not isinstance(self.tool_choice, AllowedTools):
+            return every
+        names = self.tool_choice.allowed_tools.names
+        return [one for one in every if names & {one.name, one.namespace}]
+
+    @property
+    def choice(self) -> ToolMode | NamedTool | None:
+        """What is chosen of `shown_tools`."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode
+        if not isinstance(choice, NamedTool | NamedCustomTool):
+            return choice
+        named = choice.function if isinstance(choice, NamedTool) else choice.custom
+        shown = FunctionName(name=name_shown(named.name, named.namespace))
+        return NamedTool(type="function", function=shown)
+
+
 class Prediction(Body):
     """A guess at the answer. It may only change how long an answer takes, and here does not."""
 
@@ -164,17 +438,17 @@ class Prediction(Body):
     content: Content
 
 
-class ChatRequest(Conversation, GenerationRequest):
+class ChatRequest(ToolRequest, Conversation, GenerationRequest):
+    effort_field: ClassVar[str] = "reasoning_effort"
     length_fields: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens")
 
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
-    tool_choice: ToolMode | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
     modalities: Few[Literal["text"]] | None = None
     prediction: Prediction | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    web_search_options: Object | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -183,7 +457,9 @@ class ChatRequest(Conversation, GenerationRequest):
         lengths = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(lengths) > 1:
             raise refuse("differs from max_completion_tokens: give one of them", "max_tokens")
-        check_tools(self.tools, self.tool_choice, self.grammars)
+        check_tools(self.shown_tools, self.choice, self.grammars)
+        self.ignore_unless("verbosity", self.verbosity, "medium")
+        self.ignore_unless("web_search_options", self.web_search_options)
         return self
 
     @property

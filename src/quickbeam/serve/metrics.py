@@ -8,6 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.result import Completion
@@ -98,9 +99,15 @@ class Metrics:
         self.of("quickbeam:refused_requests", type(error).__name__.lower()).inc()
 
     def expose(self, accept: str) -> tuple[bytes, str]:
-        """Return what Prometheus reads, and its content type for this Accept header."""
+        """Return what Prometheus reads, and its content type for this Accept header.
+
+        Names are the same in every format: all hold letters that need no escaping, but one of the
+        encoders escapes the colon, and only in samples.
+        """
+        encode: Any  # takes `escaping`, too, which its own type leaves out
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        content = encode(self.registry, escaping=openmetrics.ALLOWUTF8)
+        return content, content_type.partition("; escaping=")[0]
 
     def _family(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
         return kind(name, text, ["model_name", *labels], registry=self.registry, **more)

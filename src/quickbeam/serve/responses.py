@@ -6,35 +6,38 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from typing_extensions import Self
 
 from quickbeam.aio import NOTHING
 from quickbeam.engine.result import Completion, Logprob
-from quickbeam.models.token_texts import TokenTexts
+from quickbeam.serve import convert
 from quickbeam.serve.calls import ParsedCall
 from quickbeam.serve.completions import begin_conversation, chat_logprobs
 from quickbeam.serve.errors import problem
 from quickbeam.serve.messages import (
+    INPUT,
     AssistantMessage,
     Conversation,
     Message,
-    NamedTool,
-    Tool,
-    ToolMessage,
-    ToolMode,
+    OfferedTool,
+    ToolRequest,
     UserMessage,
     check_tools,
+    custom_input,
+    flat,
+    name_shown,
+    text_of,
 )
 from quickbeam.serve.runner import AnsweredRequest, Json, Runner, Streams
 from quickbeam.serve.schemas import (
-    BaseRequest,
     Body,
     Few,
     GrammarField,
+    LenientBody,
     Object,
     PlainFormat,
     Schema,
@@ -43,9 +46,11 @@ from quickbeam.serve.schemas import (
     refuse,
 )
 from quickbeam.serve.tools import ToolUse, tool_use
+from quickbeam.token_texts import TokenTexts
 
 LOGPROBS = "message.output_text.logprobs"
-Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+# what a response may include; there is no reasoning, so nothing of it is left out
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 
 
 def _content(value: Any) -> Any:
@@ -72,30 +77,57 @@ def _message(item: Any) -> Any:
         case None | "message":
             own = {name: item[name] for name in item if name not in ("id", "status", "type")}
             return {**own, "content": _content(own["content"])} if "content" in own else own
-        case "function_call":
+        case "function_call" | "custom_tool_call" as kind:
             if item.get("call_id") is None:
-                raise refuse("a function_call without call_id: give it")
+                raise refuse(f"a {kind} without call_id: give it")
             function = {name: item[name] for name in ("name", "arguments") if name in item}
+            if kind == "custom_tool_call":
+                function["arguments"] = {INPUT: item.get("input")}
+            if isinstance(name := item.get("name"), str):
+                function["name"] = name_shown(name, item.get("namespace"))
             call = {"id": item["call_id"], "type": "function", "function": function}
             return {"role": "assistant", "tool_calls": [call]}
-        case "function_call_output":
+        case "function_call_output" | "custom_tool_call_output":
             own = {"tool_call_id": item.get("call_id"), "name": item.get("name")}
             return {"role": "tool", "content": _content(item.get("output")), **own}
+        case "item_reference":
+            if str(item.get("id")).startswith("rs_"):
+                return {"type": "reasoning"}
+            raise refuse(
+                "an item_reference: nothing is stored here, so send the item itself, as clients do "
+                "with store: false"
+            )
+        case kind if kind in LEFT_OUT:
+            return item
     raise refuse(f"an item of type {item['type']!r} is not supported by this server: leave it out")
 
 
-Item = Annotated[Message, BeforeValidator(_message)]
+# items of what other servers reason and of the tools that they run
+LEFT_OUT = (
+    *("reasoning", "web_search_call", "file_search_call", "image_generation_call"),
+    *("code_interpreter_call", "computer_call", "computer_call_output", "mcp_list_tools"),
+    *("mcp_call", "mcp_approval_request", "mcp_approval_response", "tool_search_call"),
+    *("tool_search_output", "local_shell_call", "local_shell_call_output", "shell_call"),
+    *("shell_call_output", "apply_patch_call", "apply_patch_call_output", "program"),
+    *("program_output", "additional_tools"),
+)
 
 
-def _nested(value: Any) -> Any:
-    """Return a tool, or the choice of one, in the form of chats."""
-    if not isinstance(value, dict) or value.get("type") != "function":
-        return value
-    return {"type": "function", "function": {name: value[name] for name in value if name != "type"}}
+class LeftOut(LenientBody):
+    """An item that no prompt is made from."""
+
+    type: str
 
 
-def _flat(tool: Json) -> Json:
-    return {"type": "function", **tool["function"]}
+def _kind_of_item(value: Any) -> str:
+    return "left out" if isinstance(value, dict) and value.get("type") in LEFT_OUT else "message"
+
+
+Item = Annotated[
+    Annotated[Message, Tag("message")] | Annotated[LeftOut, Tag("left out")],
+    Discriminator(_kind_of_item),
+    BeforeValidator(_message),
+]
 
 
 class JsonSchemaFormat(Schema):
@@ -104,40 +136,41 @@ class JsonSchemaFormat(Schema):
 
 class TextConfig(Body):
     format: Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Body):
-    """`summary` and `context` are accepted because a response without reasoning has none."""
+    """How much to reason, and what to say of it, which is nothing here."""
 
     effort: str | None = None
-    summary: Literal["auto"] | None = None
-    context: Literal["auto"] | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(BaseRequest):
+class ResponsesRequest(ToolRequest):
     """The body of `/v1/responses`. Nothing is stored: each request holds the whole conversation."""
 
+    effort_field: ClassVar[str] = "reasoning.effort"
     prompt_field: ClassVar[str] = "input"
     length_fields: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
 
     input: str | Some[Item]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: Few[Annotated[Tool, BeforeValidator(_nested)]] | None = None
-    tool_choice: ToolMode | Annotated[NamedTool, BeforeValidator(_nested)] | None = None
-    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None  # of tools that this server would run
     text: TextConfig | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
-    # encrypted reasoning is accepted without effect, as there is no reasoning
-    include: Few[Include] | None = None
+    include: Few[str] | None = None
     chat_template_kwargs: Object | None = None
     stream_options: ResponseStreamOptions | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    context_management: Few[Object] | None = None
     background: Literal[False] | None = None
     reasoning: Reasoning | None = None
 
@@ -145,8 +178,31 @@ class ResponsesRequest(BaseRequest):
     def _agrees(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise refuse("it is for streams: set stream, too", "stream_options")
-        check_tools(self.tools, self.tool_choice, self.grammars)
+        check_tools(self.shown_tools, self.choice, self.grammars)
+        self._name_what_is_left_out()
+        if not self.conversation.messages:
+            raise refuse("no message is left: give one", "input")
         return self
+
+    def _name_what_is_left_out(self) -> None:
+        self.ignore_unless("truncation", self.truncation, "disabled")
+        self.ignore_unless("context_management", self.context_management, [])
+        if self.text is not None:
+            self.ignore_unless("text.verbosity", self.text.verbosity, "medium")
+        if self.stream_options is not None:
+            obfuscated = self.stream_options.include_obfuscation
+            self.ignore_unless("stream_options.include_obfuscation", obfuscated, False)
+        if self.reasoning is not None:
+            self.ignore_unless("reasoning.summary", self.reasoning.summary, "auto")
+            generated = self.reasoning.generate_summary
+            self.ignore_unless("reasoning.generate_summary", generated, "auto")
+            self.ignore_unless("reasoning.context", self.reasoning.context, "auto")
+            self.ignore_unless("reasoning.mode", self.reasoning.mode, "standard")
+        for number, name in enumerate(self.include or []):
+            self.ignore_unless(f"include[{number}] ({name[:64]})", name, *INCLUDED)
+        for number, item in enumerate(self.input):
+            if isinstance(item, LeftOut):
+                self.ignore(f"input[{number}] ({item.type})")
 
     @property
     def grammars(self) -> list[GrammarField]:
@@ -160,13 +216,24 @@ class ResponsesRequest(BaseRequest):
 
     @property
     def conversation(self) -> Conversation:
-        """The input as a conversation; tool calls become part of the message before them."""
-        messages = list[UserMessage | AssistantMessage | ToolMessage]()
+        """The input as a conversation; tool calls become part of the message before them.
+
+        Instructions and what the first items say in the system's or developer's name are one
+        message, as many chat templates take no second one.
+        """
+        messages, items = list[Message](), list[Message]()
         if self.instructions is not None:
             messages.append(UserMessage(role="system", content=self.instructions))
         if isinstance(self.input, str):
-            messages.append(UserMessage(role="user", content=self.input))
-        for one in self.input if not isinstance(self.input, str) else ():
+            items.append(UserMessage(role="user", content=self.input))
+        else:
+            items += [one for one in self.input if not isinstance(one, LeftOut)]
+        while items and items[0].role in SYSTEM:
+            messages.append(items.pop(0))
+        if len(messages) > 1:
+            text = "\n\n".join(text_of(one.content) for one in messages)
+            messages = [UserMessage(role="system", content=text)]
+        for one in items:
             last = messages[-1] if messages else None
             calls = one.tool_calls if isinstance(one, AssistantMessage) else None
             if calls and isinstance(last, AssistantMessage):
@@ -176,12 +243,12 @@ class ResponsesRequest(BaseRequest):
                 messages.append(one)
         return Conversation.model_construct(  # of parts that are checked
             messages=messages,
-            tools=self.tools,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             chat_template_kwargs=self.chat_template_kwargs,
         )
 
 
+SYSTEM = ("system", "developer")  # roles
 FIXED: Json = {"object": "response", "background": False, "error": None, "store": False}
 FIXED |= {"previous_response_id": None, "service_tier": "default", "truncation": "disabled"}
 # fields of the request that a response repeats, with their defaults
@@ -192,9 +259,10 @@ ECHOED |= {"temperature": 1.0, "top_p": 1.0}
 
 
 async def begin(runner: Runner, request: ResponsesRequest) -> Responses:
-    choice, several = request.tool_choice, request.parallel_tool_calls
-    wanted = request.tools, choice, several, request.grammars, runner.llm.tokenizer
-    calls = await asyncio.to_thread(tool_use, *wanted)
+    several, tokenizer = request.parallel_tool_calls, runner.llm.tokenizer
+    wanted = request.shown_tools, request.choice, several, request.grammars, tokenizer
+    with convert.named(request):
+        calls = await asyncio.to_thread(tool_use, *wanted)
     answers = await begin_conversation(runner, request, request.conversation, calls)
     return Responses(runner, request, answers, calls)
 
@@ -208,7 +276,8 @@ class Responses(AnsweredRequest):
         self.answers, self._runner, self._request = answers, runner, request
         self._parser = calls.parser(answers.prompts[0], runner.llm.tokenizer)
         scored = request.scores is not None
-        self._items = Items(TokenTexts(runner.llm.tokenizer) if scored else None)
+        texts = TokenTexts(runner.llm.tokenizer) if scored else None
+        self._items = Items(texts, request.offered)
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
 
     def response(self, completions: Sequence[Completion]) -> Json:
@@ -256,9 +325,9 @@ class Responses(AnsweredRequest):
         repeated = self._request.model_dump(
             by_alias=True, exclude_none=True, include={*ECHOED, "tools"}
         )
-        repeated["tools"] = [*map(_flat, repeated.get("tools", ()))]
+        repeated["tools"] = [flat(tool) for tool in repeated.get("tools", ()) if len(tool) > 1]
         if isinstance(choice := repeated.get("tool_choice"), dict):
-            repeated["tool_choice"] = _flat(choice)
+            repeated["tool_choice"] = flat(choice)
         defaults = self._runner.defaults
         return {
             **FIXED,
@@ -283,11 +352,14 @@ class Responses(AnsweredRequest):
 
 
 class Items:
-    """The output items of a response, and the events by which they grow. `texts`: for logprobs."""
+    """The output items of a response, and the events by which they grow. `texts`: for logprobs.
 
-    def __init__(self, texts: TokenTexts | None) -> None:
+    `tools`: those that may be called, by the names that the model knows.
+    """
+
+    def __init__(self, texts: TokenTexts | None, tools: Mapping[str, OfferedTool]) -> None:
         self.output = list[Json]()
-        self._texts = texts
+        self._texts, self._tools = texts, tools
         self._open: Json | None = None  # the message that text is added to
         self._logprobs = list[Json]()  # of tokens whose text has not come yet
 
@@ -343,15 +415,22 @@ class Items:
     def _call(self, call: ParsedCall) -> Iterator[Json]:
         self._take()  # drops the log-probabilities of the call's tokens
         yield from self._close()
-        own = {"id": f"fc_{secrets.token_hex(12)}", "call_id": call.id, "name": call.name}
-        item = {"type": "function_call", **own, "arguments": "", "status": "in_progress"}
+        tool = self._tools[call.name]
+        kind, field, text = "function_call", "arguments", call.arguments
+        if tool.custom:
+            kind, field, text = "custom_tool_call", "input", custom_input(call.arguments)
+        event = f"response.{kind}_{field}"
+        prefix = "ctc" if tool.custom else "fc"
+        item: Json = {"type": kind, "id": f"{prefix}_{secrets.token_hex(12)}"}
+        item |= {"call_id": call.id, "name": tool.name, field: "", "status": "in_progress"}
+        if tool.namespace is not None:
+            item["namespace"] = tool.namespace
         self.output.append(item)
         yield self._about_item("added")
         where = {"item_id": item["id"], "output_index": len(self.output) - 1}
-        kind = "response.function_call_arguments"
-        yield {"type": f"{kind}.delta", "delta": call.arguments, **where}
-        yield {"type": f"{kind}.done", "name": call.name, "arguments": call.arguments, **where}
-        item |= {"arguments": call.arguments, "status": "completed"}
+        yield {"type": f"{event}.delta", "delta": text, **where}
+        yield {"type": f"{event}.done", "name": tool.name, field: text, **where}
+        item |= {field: text, "status": "completed"}
         yield self._about_item("done")
 
     def _about_item(self, what: str) -> Json:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import (
@@ -37,6 +38,14 @@ Ids = Annotated[list[int], Field(max_length=2**20, fail_fast=True)]
 LETTERS = 8192  # the most characters of all stop strings, and of all bad words
 
 
+CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")  # here prefixes are cached unasked
+
+
+def _integer(value: Any) -> Any:
+    exact = isinstance(value, float) and value.is_integer() and abs(value) <= 2**53
+    return int(value) if exact else value
+
+
 def refuse(what: str, param: str | None = None) -> PydanticCustomError:
     """Return the error for a value that can't be served. `param`: its field, if not this one."""
     return PydanticCustomError("unsupported", "{what}", {"what": what, "param": param})
@@ -57,7 +66,10 @@ def text_part(*kinds: str) -> BeforeValidator:
 
 
 class Body(BaseModel):
-    """An object in a request. Unknown fields are refused, and types are not converted."""
+    """An object in a request. Unknown fields are refused, and types are not converted.
+
+    But a number without a fraction is an integer, as JSON does not tell 16.0 from 16.
+    """
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -65,10 +77,12 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, body: Any) -> Any:
+    def _as_meant(cls, body: Any) -> Any:
+        """Leave out nulls and marks for other servers' caches, and take 16.0 as 16."""
         if not isinstance(body, dict):
             return body
-        return {name: value for name, value in body.items() if value is not None}
+        given = {name: value for name, value in body.items() if name not in CACHE_MARKS}
+        return {name: _integer(value) for name, value in given.items() if value is not None}
 
 
 class LenientBody(Body):
@@ -157,7 +171,7 @@ class GrammarField(NamedTuple):
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
 
 
 class BaseRequest(Root):
@@ -199,9 +213,12 @@ class BaseRequest(Root):
     metadata: Pairs | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Object | None = None
+    client_metadata: Object | None = None
+    service_tier: str | None = None
     store: bool | None = None
+    moderation: Object | None = None
 
     _ignored: list[str] = PrivateAttr(default_factory=list)
 
@@ -216,6 +233,11 @@ class BaseRequest(Root):
         if note not in self._ignored:
             self._ignored.append(note)
 
+    def ignore_unless(self, field: str, value: object, *served: object) -> None:
+        """Note a field with a value, unless it is one of those `served`."""
+        if value not in (None, *served):
+            self.ignore(field)
+
     @property
     def ignored(self) -> tuple[str, ...]:
         """The notes that `ignore` was given."""
@@ -226,6 +248,8 @@ class BaseRequest(Root):
         if len(given := self.grammars) > 1:
             what = f"given with {given[0].param}, but an answer keeps to one grammar: give one of"
             raise refuse(f"{what} them", given[1].param)
+        self.ignore_unless("service_tier", self.service_tier, "auto", "default")
+        self.ignore_unless("moderation", self.moderation)
         return self
 
     @property
@@ -271,7 +295,7 @@ class Schema(Body):
     name: Annotated[str, Field(pattern=NAME)]
     description: str | None = None
     schema_: Object = Field(alias="schema")
-    strict: bool | None = None  # without effect: answers always follow the schema
+    strict: bool | None = None  # refuses what answers can't be held to, which is left out otherwise
 
 
 class JsonSchema(Body):
@@ -285,7 +309,8 @@ def format_grammars(
     """Return the grammar of a response format; none if any text will do."""
     form = given.json_schema if isinstance(given, JsonSchema) else given
     if isinstance(form, Schema):
-        return [GrammarField(param, Grammar.json_schema, form.schema_)]
+        make = partial(Grammar.json_schema, strict=bool(form.strict))
+        return [GrammarField(param, make, form.schema_)]
     return [GrammarField(param, any_object, True)] if form and form.type != "text" else []
 
 
@@ -307,6 +332,8 @@ class GenerationRequest(BaseRequest):
         for name in ("stream_options", "trace"):
             if getattr(self, name) and not self.stream:
                 raise refuse("it is for streams: set stream, too", name)
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            self.ignore("stream_options.include_obfuscation")
         return self
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
+import zlib
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from urllib.parse import urlsplit
@@ -20,6 +22,8 @@ from quickbeam.serve.settings import ServeSettings
 OPEN = ("/", "/health")  # paths that need no key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names of this machine
 KEY = "a key is needed, as Authorization: Bearer KEY, and this one is not known or missing"
+# of bodies, and whether they are compressed
+CODINGS = {"": False, "identity": False, "gzip": True, "x-gzip": True, "deflate": True}
 READING = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 
 
@@ -27,8 +31,9 @@ class Guard:
     """An ASGI middleware that lets through what the settings allow.
 
     With API keys it requires one of them. Without, it refuses web pages of others, whose own name
-    may be made to point to this machine. It refuses bodies that are too large or too slow, has HEAD
-    answered as GET, and sets `TENANT` to the key's hash or the client's address.
+    may be made to point to this machine. It refuses bodies that are too large or too slow, and
+    decompresses the others. HEAD is answered as GET, and a whole URL or a slash at the end of a
+    path as the plain path. `TENANT` becomes the key's hash or the client's address.
     """
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
@@ -41,6 +46,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = _plain(scope)
         headers, client = Headers(scope=scope), scope.get("client")
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
@@ -55,12 +61,19 @@ class Guard:
         length = headers.get("content-length", "0")
         if length.isdecimal() and (len(length) > 18 or int(length) > self._most):
             error = error or self._too_large()
+        coding = headers.get("content-encoding", "").strip().lower()
+        if coding not in CODINGS:
+            why = "the body's Content-Encoding is not known here: send gzip, deflate or none"
+            error = error or Refused(why, code="unsupported_encoding")
         if error is not None:
             await response(error)(scope, receive, send)
             return
         TENANT.set(digest if self._keys else client and client[0])
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        await self._app({**scope, "method": method}, self._limited(receive), send)
+        receive = self._limited(receive)
+        if CODINGS[coding]:
+            receive = self._decompressed(receive)
+        await self._app({**scope, "method": method}, receive, send)
 
     def _foreign_page(self, headers: Headers, method: str) -> Refused | None:
         settings = self._settings
@@ -104,9 +117,46 @@ class Guard:
 
         return counted
 
+    def _decompressed(self, receive: Receive) -> Receive:
+        """Return a `receive` that decompresses a body, to no more than the limit of size."""
+        decoder = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip's header or zlib's
+        size, complete = 0, False
+
+        async def decompressed() -> Message:
+            nonlocal size, complete
+            message = await receive()
+            if complete or message["type"] != "http.request":
+                return message
+            complete = not message.get("more_body", False)
+            try:
+                body = decoder.decompress(message.get("body", b""), self._most - size + 1)
+            except zlib.error as error:
+                raise Refused(f"the body can't be decompressed: {error}") from None
+            size += len(body)
+            if size > self._most:
+                raise self._too_large()
+            if decoder.unused_data or (complete and not decoder.eof):
+                raise Refused("the body can't be decompressed: it is cut short or goes on")
+            return {**message, "body": body}
+
+        return decompressed
+
     def _too_large(self) -> Refused:
         most = f"{self._most} bytes, this server's limit"
         return Refused(f"the request's body is larger than {most}", code="body_too_large")
+
+
+def _plain(scope: Scope) -> Scope:
+    """Return a request's scope with its path alone where it names a whole URL, as to a proxy.
+
+    The URL's host then stands in for the header (RFC 9112, 3.2.2). A slash at the path's end goes.
+    """
+    path, headers = scope["path"], scope["headers"]
+    if url := re.match("https?://([^/]*)", path, re.IGNORECASE):
+        path = path[url.end() :]
+        others = [pair for pair in headers if pair[0] != b"host"]
+        headers = [(b"host", url[1].encode("latin-1", "replace")), *others]
+    return {**scope, "path": path.rstrip("/") or "/", "headers": headers}
 
 
 def _split(address: str) -> tuple[str, str]:

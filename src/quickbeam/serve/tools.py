@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -106,21 +106,16 @@ def strict_grammar(
 
 
 def answer_grammar(
-    form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any, answer: GrammarField
-) -> str:
+    form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any, answer: Grammar
+) -> str | None:
     """Return a Lark grammar of calls, those of `strict` tools by their schemas, or else an answer.
 
-    `answer` is the format of an answer without calls. Raises `Refused` if it is not known how calls
-    are written.
+    `answer`: a JSON schema, of an answer without calls. None if it is not known how calls are
+    written.
     """
     if (syntax := form.syntax) is None:
-        raise Refused(
-            f"{answer.param}: this server reads this model's calls but can't write a grammar of "
-            f"them, so that it can't hold an answer to a schema where a call may come: leave out "
-            f"tools or {answer.param}, or give tool_choice none",
-            answer.param,
-        )
-    schema = {"x-guidance": OBJECT["x-guidance"], **json.loads(answer.make(answer.value).text)}
+        return None
+    schema = {"x-guidance": OBJECT["x-guidance"], **json.loads(answer.text)}
     calls = _calls(syntax, _loosened(tools), several, tokenizer)
     return f"start: calls | answer\nanswer: %json {json.dumps(schema)}\n{calls}"
 
@@ -147,10 +142,14 @@ def _calls(syntax: CallSyntax, tools: Sequence[Tool], several: bool, tokenizer: 
     ]
     for i, tool in enumerate(tools):
         opening = terminals(begin + tool.function.name + middle)
-        schema = json.dumps({**OBJECT, **(tool.function.parameters or NO_ARGUMENTS)})
         rules.append(f"call{i}: {opening} arguments{i} {terminals(end)}")
-        rules.append(f"arguments{i}: %json {schema}")
+        rules.append(f"arguments{i}: %json {arguments_grammar(tool).text}")
     return "\n".join([*rules, ""])
+
+
+def arguments_grammar(tool: Tool) -> Grammar:
+    """Return the grammar of the arguments of a tool's calls."""
+    return Grammar.json_schema({**OBJECT, **(tool.function.parameters or NO_ARGUMENTS)})
 
 
 def _terminals(text: str, tokenizer: Any) -> str:
@@ -172,6 +171,8 @@ class ToolUse(NamedTuple):
     grammar: Grammar | None = None  # forces calls, or makes them follow schemas; None: neither
     keeps_special: bool = False  # calls can only be found if special tokens stay in the text
     ignored: Sequence[str] = ()  # notes for `BaseRequest.ignore`
+    # of the parts of `grammar`, by the fields that give them
+    schemas: Mapping[str, Grammar] = {}
     either: bool = False  # an answer is calls or text, not both
 
     def parser(self, prompt: Sequence[int], tokenizer: Any) -> ToolCallParser:
@@ -205,23 +206,45 @@ def tool_use(
         import_module("transformers.utils.chat_parsing")
     special = any(token and token in form.marker for token in tokenizer.all_special_tokens)
     ignored = list[str]()
-    either = False
+    schemas = dict[str, Grammar]()
     if choice in (None, "auto"):
         several = several is not False
         lark = None
-        strict = [i for i, tool in enumerate(tools) if tool.function.strict]
+        held = [i for i, tool in enumerate(tools) if tool.function.strict]
         if grammars:
-            lark = answer_grammar(form, tools, several, tokenizer, grammars[0])
-            either = True
-        elif strict:
+            param, make, value = grammars[0]
+            answer = schemas[param] = make(value)
+            lark = answer_grammar(form, tools, several, tokenizer, answer)
+            if lark is None:
+                raise Refused(
+                    f"{param}: this server reads this model's calls but can't write a grammar of "
+                    "them, so it can't hold an answer to a schema where a call may come instead: "
+                    f"leave out {param} or tools, or give tool_choice none",
+                    param,
+                )
+            ignored += [f"{param} ({note})" for note in answer.left_out]
+        elif held:
             lark = strict_grammar(form, tools, several, tokenizer)
             if lark is None:  # calls keep to schemas only where they are forced
-                ignored = [f"tools[{i}].function.strict" for i in strict]
+                ignored = [f"tools[{i}].function.strict" for i in held]
     else:
         name = choice.function.name if isinstance(choice, NamedTool) else None
-        forced = [tool for tool in tools if name in (None, tool.function.name)]
+        held = [i for i, tool in enumerate(tools) if name in (None, tool.function.name)]
         # Several only if asked for: a model may not know when to end what a grammar lets go on.
         several = several is True and choice == "required"
-        lark = forcing_grammar(form, forced, several, tokenizer)
-    grammar = None if lark is None else Grammar.lark(lark)
-    return ToolUse(form, tools, several, grammar, special, ignored, either)
+        lark = forcing_grammar(form, [tools[i] for i in held], several, tokenizer)
+    if lark is None:
+        return ToolUse(form, tools, several, None, special, ignored)
+    either = bool(schemas)
+    for i in held:
+        place, function = f"tools[{i}].function.parameters", tools[i].function
+        own = schemas[f"{place} ({function.name})"] = arguments_grammar(tools[i])
+        if own.left_out and function.strict:
+            raise Refused(
+                f"{place} ({function.name}): {', '.join(own.left_out)}: calls can't be held to it: "
+                "leave it out, or leave out strict",
+                place,
+            )
+        ignored += [f"{place} ({note})" for note in own.left_out]
+    grammar = Grammar.lark(lark)
+    return ToolUse(form, tools, several, grammar, special, ignored, schemas, either)
