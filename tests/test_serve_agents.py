@@ -165,11 +165,12 @@ def test_namespaces_hold_tools(scripted, llm, stream):
 
 
 def test_a_response_repeats_the_tools_that_a_model_was_shown(scripted):
-    asked = {"tools": [F, SPACE, {"type": "web_search"}, CUSTOM], "input": "hi"}
+    space = {**SPACE, "tools": [*SPACE["tools"], {"type": "mcp"}]}
+    asked = {"tools": [F, space, {"type": "web_search"}, CUSTOM], "input": "hi"}
     response = ask(scripted, RESPONSES, {**asked, "tool_choice": {"type": "function", "name": "f"}})
     assert good(response)["tools"] == [F, SPACE, CUSTOM]
     assert good(response)["tool_choice"] == {"type": "function", "name": "f"}
-    assert response.headers[HEADER] == "tools[2] (web_search)"
+    assert response.headers[HEADER] == "tools[1].tools[2] (mcp), tools[2] (web_search)"
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
@@ -263,6 +264,11 @@ LEFT_OUT = [  # fields of a request, and what is named
         "tools[0].tools[1].format",
     ),
     (RESPONSES, {"tools": [{**F, "allowed_callers": ["direct"], "output_schema": {}}]}, None),
+    (
+        RESPONSES,
+        {"tools": [{**SPACE, "tools": [{"type": "mcp"}, {**SPACE, "tools": []}]}]},
+        "tools[0].tools[0] (mcp), tools[0].tools[1] (namespace)",
+    ),
     (
         RESPONSES,
         {"tools": [{**F, "allowed_callers": ["programmatic"]}]},
