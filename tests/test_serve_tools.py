@@ -702,7 +702,7 @@ def test_answer_grammars_allow_calls_or_an_answer_that_fits(name, tokenizer):
     strict[0].function.strict = True
     fitting = Grammar.json_schema(ANSWER_SCHEMA)
     for answer in (fitting, Grammar.json_object()):
-        lark = answer_grammar(form, strict, True, tokenizer, answer)
+        lark = answer_grammar(form, strict, True, tokenizer, "text", answer)
         for allowed in (
             written("f", '{"x": 3}'),
             written("g", '{"y": ["3"]}'),
@@ -713,7 +713,7 @@ def test_answer_grammars_allow_calls_or_an_answer_that_fits(name, tokenizer):
         call = written("f", '{"x": 3}')
         for forbidden in ("So", '{"name": 3', f'{{"name": "f"}}{call}', f"So {call}"):
             assert not matches(lark, tokenizer, forbidden), forbidden
-    lark = answer_grammar(form, strict, True, tokenizer, fitting)
+    lark = answer_grammar(form, strict, True, tokenizer, "text", fitting)
     for forbidden in (written("f", '{"x": "3"}'), written("h", "{}"), '{"name": "of"}', "{}"):
         assert not matches(lark, tokenizer, forbidden), forbidden
 

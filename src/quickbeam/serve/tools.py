@@ -106,15 +106,25 @@ def strict_grammar(
 
 
 def answer_grammar(
-    form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any, answer: Grammar
-) -> str | None:
+    form: ToolFormat,
+    tools: Sequence[Tool],
+    several: bool,
+    tokenizer: Any,
+    field: str,
+    answer: Grammar,
+) -> str:
     """Return a Lark grammar of calls, those of `strict` tools by their schemas, or else an answer.
 
-    `answer`: a JSON schema, of an answer without calls. None if it is not known how calls are
-    written.
+    `answer`: a JSON schema, of an answer without calls, that the request's `field` gives. Raises
+    `Refused` if it is not known how calls are written.
     """
     if (syntax := form.syntax) is None:
-        return None
+        raise Refused(
+            f"{field}: this server reads this model's calls but can't write a grammar of them, so "
+            "it can't hold an answer to a schema where a call may come instead: leave out "
+            f"{field} or tools, or give tool_choice none",
+            field,
+        )
     schema = {"x-guidance": OBJECT["x-guidance"], **json.loads(answer.text)}
     calls = _calls(syntax, _loosened(tools), several, tokenizer)
     return f"start: calls | answer\nanswer: %json {json.dumps(schema)}\n{calls}"
@@ -173,7 +183,7 @@ class ToolUse(NamedTuple):
     ignored: Sequence[str] = ()  # notes for `BaseRequest.ignore`
     # of the parts of `grammar`, by the fields that give them
     schemas: Mapping[str, Grammar] = {}
-    either: bool = False  # an answer is calls or text, not both
+    either: bool = False  # by the grammar, an answer is calls or a text, not both
 
     def parser(self, prompt: Sequence[int], tokenizer: Any) -> ToolCallParser:
         """Return a parser of calls for one answer to a prompt, given as token ids."""
@@ -212,17 +222,9 @@ def tool_use(
         lark = None
         held = [i for i, tool in enumerate(tools) if tool.function.strict]
         if grammars:
-            param, make, value = grammars[0]
-            answer = schemas[param] = make(value)
-            lark = answer_grammar(form, tools, several, tokenizer, answer)
-            if lark is None:
-                raise Refused(
-                    f"{param}: this server reads this model's calls but can't write a grammar of "
-                    "them, so it can't hold an answer to a schema where a call may come instead: "
-                    f"leave out {param} or tools, or give tool_choice none",
-                    param,
-                )
-            ignored += [f"{param} ({note})" for note in answer.left_out]
+            field, make, value = grammars[0]
+            schemas[field] = make(value)
+            lark = answer_grammar(form, tools, several, tokenizer, field, schemas[field])
         elif held:
             lark = strict_grammar(form, tools, several, tokenizer)
             if lark is None:  # calls keep to schemas only where they are forced
@@ -235,7 +237,20 @@ def tool_use(
         lark = forcing_grammar(form, [tools[i] for i in held], several, tokenizer)
     if lark is None:
         return ToolUse(form, tools, several, None, special, ignored)
-    either = bool(schemas)
+    schemas |= _argument_schemas(tools, held)
+    for field, schema in schemas.items():
+        ignored += [f"{field.partition(' ')[0]} ({note})" for note in schema.left_out]
+    grammar = Grammar.lark(lark)
+    either = bool(grammars) and choice in (None, "auto")
+    return ToolUse(form, tools, several, grammar, special, ignored, schemas, either)
+
+
+def _argument_schemas(tools: Sequence[Tool], held: Sequence[int]) -> dict[str, Grammar]:
+    """Return the schemas of the tools numbered `held`, by their fields and the tools' names.
+
+    Raises `Refused` if a strict tool's calls can't be held to all of its schema.
+    """
+    schemas = dict[str, Grammar]()
     for i in held:
         place, function = f"tools[{i}].function.parameters", tools[i].function
         own = schemas[f"{place} ({function.name})"] = arguments_grammar(tools[i])
@@ -245,6 +260,4 @@ def tool_use(
                 "leave it out, or leave out strict",
                 place,
             )
-        ignored += [f"{place} ({note})" for note in own.left_out]
-    grammar = Grammar.lark(lark)
-    return ToolUse(form, tools, several, grammar, special, ignored, schemas, either)
+    return schemas
