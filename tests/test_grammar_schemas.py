@@ -251,17 +251,18 @@ def test_a_property_keeps_to_the_patterns_that_match_it():
         list(answers({"type": "string"}, high, required=["ab"]))
 
 
-@pytest.mark.parametrize("pattern", ["^ab$", "^(?:ab|cd)$", "^a[a-c]$"])
-@pytest.mark.parametrize("required", [[], ["ab"], ["ab", "cd"]])
-def test_patterns_whose_names_are_all_asked_for_lead_nowhere_astray(pattern, required):
+@pytest.mark.parametrize(
+    ("pattern", "required"),
+    [("^ab$", ["ab"]), ("^(?:ab|cd)$", ["ab", "cd"]), ("^(?:ab|cd)$", ["cd"]), ("^a[ab]$", ["ab"])],
+)
+def test_a_pattern_whose_names_are_all_required_begins_no_further_field(pattern, required):
     schema = {
         "type": "object",
         "patternProperties": {pattern: {"enum": [1, 2]}},
-        "additionalProperties": {"type": "null"},
+        "additionalProperties": False,
         "required": required,
-        "maxProperties": 3,
     }
-    for seed in range(5):
+    for seed in range(8):
         answer = json.loads(shown("qwen", write("qwen", Grammar.json_schema(schema), seed, 3000)))
         jsonschema.validate(answer, schema)
 
