@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from quickbeam import LLM
+from quickbeam.serve.app import ENDPOINTS
 from quickbeam.serve.settings import ServeSettings
 from serving import ScriptedRunner, ask, chunks, events, good, refused
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+CHAT, COMPLETIONS, RESPONSES = ENDPOINTS
 HEADER = "x-quickbeam-ignored"
 # shows what there is: tools' names, messages, calls with their arguments
 TEMPLATE = (
@@ -167,11 +168,12 @@ def test_namespaces_hold_tools(scripted, llm, stream):
 
 
 def test_a_response_repeats_the_tools_that_a_model_was_shown(scripted):
-    asked = {"tools": [F, SPACE, {"type": "web_search"}, CUSTOM], "input": "hi"}
+    space = {**SPACE, "tools": [*SPACE["tools"], {"type": "mcp"}]}
+    asked = {"tools": [F, space, {"type": "web_search"}, CUSTOM], "input": "hi"}
     response = ask(scripted, RESPONSES, {**asked, "tool_choice": {"type": "function", "name": "f"}})
     assert good(response)["tools"] == [F, SPACE, CUSTOM]
     assert good(response)["tool_choice"] == {"type": "function", "name": "f"}
-    assert response.headers[HEADER] == "tools[2] (web_search)"
+    assert response.headers[HEADER] == "tools[1].tools[2] (mcp), tools[2] (web_search)"
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
@@ -229,7 +231,10 @@ def test_tools_that_a_server_would_run_are_left_out(scripted, llm):
 
 
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+PROMPTS = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": "hi"}, RESPONSES: {"input": "hi"}}
 LEFT_OUT = [  # fields of a request, and what is named
+    (COMPLETIONS, {"service_tier": "flex"}, "service_tier"),
+    (COMPLETIONS, {"service_tier": "flex", "stream": True}, "service_tier"),
     (CHAT, {"verbosity": "high"}, "verbosity"),
     (CHAT, {"verbosity": "medium"}, None),
     (CHAT, {"web_search_options": {}}, "web_search_options"),
@@ -267,6 +272,11 @@ LEFT_OUT = [  # fields of a request, and what is named
     (RESPONSES, {"tools": [{**F, "allowed_callers": ["direct"], "output_schema": {}}]}, None),
     (
         RESPONSES,
+        {"tools": [{**SPACE, "tools": [{"type": "mcp"}, {**SPACE, "tools": []}]}]},
+        "tools[0].tools[0] (mcp), tools[0].tools[1] (namespace)",
+    ),
+    (
+        RESPONSES,
         {"tools": [{**F, "allowed_callers": ["programmatic"]}]},
         "tools[0].allowed_callers",
     ),
@@ -276,8 +286,7 @@ LEFT_OUT = [  # fields of a request, and what is named
 
 @pytest.mark.parametrize(("path", "fields", "named"), LEFT_OUT)
 def test_what_an_answer_goes_without_is_named(scripted, path, fields, named):
-    prompt = {"messages": MESSAGES} if path == CHAT else {"input": "hi"}
-    response = ask(scripted, path, {**prompt, **fields})
+    response = ask(scripted, path, {**PROMPTS[path], **fields})
     assert response.status_code == 200, response.text
     assert response.headers.get(HEADER) == named
 

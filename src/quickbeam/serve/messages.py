@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -77,8 +77,13 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
     """Return a tool, or the choice of one, in the form of the Responses API."""
     kind = value["type"]
     if kind == "namespace":
-        return {**value, "tools": [flat(tool) for tool in value["tools"]]}
+        return {**value, "tools": flat_tools(value["tools"])}
     return {"type": kind, **value[kind]} if kind in value else value
+
+
+def flat_tools(tools: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools in the form of the Responses API, without those that are left out."""
+    return [flat(tool) for tool in tools if tool.keys() != HostedTool.model_fields.keys()]
 
 
 def _kind_of_tool(value: Any) -> str:
@@ -88,10 +93,17 @@ def _kind_of_tool(value: Any) -> str:
     return f"{kind} tool" if kind in ("function", "custom", "namespace") else "hosted tool"
 
 
-FUNCTION_TAG, CUSTOM_TAG = Tag("function tool"), Tag("custom tool")
-RunByClient = Annotated[
-    Annotated[Tool, FUNCTION_TAG] | Annotated[CustomTool, CUSTOM_TAG],
-    Discriminator(_kind_of_tool),
+def _kind_in_namespace(value: Any) -> str:
+    kind = _kind_of_tool(value)
+    return "hosted tool" if kind == "namespace tool" else kind
+
+
+FUNCTION_TAG, CUSTOM_TAG, HOSTED_TAG = map(Tag, ("function tool", "custom tool", "hosted tool"))
+ToolInNamespace = Annotated[
+    Annotated[Tool, FUNCTION_TAG]
+    | Annotated[CustomTool, CUSTOM_TAG]
+    | Annotated[HostedTool, HOSTED_TAG],
+    Discriminator(_kind_in_namespace),
     BeforeValidator(nested),
 ]
 
@@ -102,14 +114,14 @@ class Namespace(Body):
     type: Literal["namespace"]
     name: Annotated[str, Field(pattern=NAME)]
     description: str | None = None
-    tools: Few[RunByClient]
+    tools: Few[ToolInNamespace]
 
 
 AnyTool = Annotated[
     Annotated[Tool, FUNCTION_TAG]
     | Annotated[CustomTool, CUSTOM_TAG]
     | Annotated[Namespace, Tag("namespace tool")]
-    | Annotated[HostedTool, Tag("hosted tool")],
+    | Annotated[HostedTool, HOSTED_TAG],
     Discriminator(_kind_of_tool),
     BeforeValidator(nested),
 ]
@@ -136,7 +148,7 @@ ONE_TEXT = {
 
 def name_shown(name: str, namespace: str | None) -> str:
     """Return the name by which a model knows a tool."""
-    return name if namespace is None else f"{namespace}__{name}"
+    return f"{namespace}__{name}" if namespace else name
 
 
 def offered_tool(tool: Tool | CustomTool, namespace: str | None = None) -> OfferedTool:
@@ -159,14 +171,16 @@ def custom_input(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
-def offered_tools(tools: list[AnyTool] | None) -> list[OfferedTool]:
+def offered_tools(
+    tools: Sequence[AnyTool] | None, namespace: str | None = None
+) -> list[OfferedTool]:
     """Return the tools that a model is shown."""
     offered = list[OfferedTool]()
     for tool in tools or []:
         if isinstance(tool, Namespace):
-            offered += [offered_tool(one, tool.name) for one in tool.tools if is_called(one)]
+            offered += offered_tools(tool.tools, tool.name)
         elif not isinstance(tool, HostedTool) and is_called(tool):
-            offered.append(offered_tool(tool))
+            offered.append(offered_tool(tool, namespace))
     return offered
 
 
@@ -176,14 +190,14 @@ def is_called(tool: Tool | CustomTool) -> bool:
     return callers is None or "direct" in callers
 
 
-def ignored_tools(tools: list[AnyTool] | None, where: str = "tools") -> Iterator[str]:
+def ignored_tools(tools: Sequence[AnyTool] | None, where: str = "tools") -> Iterator[str]:
     """Yield notes on what of the tools is left out."""
     for number, tool in enumerate(tools or []):
         name = f"{where}[{number}]"
         if isinstance(tool, HostedTool):
             yield f"{name} ({tool.type[:64]})"
         elif isinstance(tool, Namespace):
-            yield from ignored_tools([*tool.tools], f"{name}.tools")
+            yield from ignored_tools(tool.tools, f"{name}.tools")
         elif not is_called(tool):
             yield f"{name}.allowed_callers"
         elif isinstance(tool, CustomTool) and (tool.custom.format or {}).get("type") == "grammar":

@@ -27,6 +27,7 @@ from quickbeam.serve.messages import (
     check_tools,
     custom_input,
     flat,
+    flat_tools,
     name_shown,
     text_of,
 )
@@ -322,7 +323,7 @@ class Responses(AnsweredRequest):
         repeated = self._request.model_dump(
             by_alias=True, exclude_none=True, include={*ECHOED, "tools"}
         )
-        repeated["tools"] = [flat(tool) for tool in repeated.get("tools", ()) if len(tool) > 1]
+        repeated["tools"] = flat_tools(repeated.get("tools", ()))
         if isinstance(choice := repeated.get("tool_choice"), dict):
             repeated["tool_choice"] = flat(choice)
         defaults = self._runner.defaults
