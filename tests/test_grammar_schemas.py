@@ -10,13 +10,14 @@ from pathlib import Path
 import jsonschema
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from cases import examples, few, refuses
 from quickbeam import Grammar, InvalidInput
 from quickbeam.grammar.json_schema import BY_NAME, CHANGES, LIST, SCHEMA, enforceable
 from quickbeam.grammar.patterns import few_texts, without_look_around
 from serving import ask, good, junk, refused
-from test_grammar_vocabulary import compiler, object_of, shown, write
+from test_grammar_vocabulary import compiler, json_values, object_of, schemas, shown, write
 
 # of pydantic 2.14 and zod 4.4, unless their names say another version
 LINES = Path(__file__).with_name("published_schemas.jsonl").read_text().splitlines()
@@ -66,6 +67,20 @@ def test_what_is_left_out_is_logged_once_a_grammar(caplog):
     assert line == "json_schema: answers are not held to uniqueItems at #"
 
 
+A, B = {"const": "a"}, {"enum": ["b", 2]}
+
+
+def fields(**properties):
+    return {"properties": properties}
+
+
+DISJOINT = [
+    [{"type": "integer"}, {"type": ["string", "null"]}],
+    [A, B, {"const": 3}],
+    [{"type": "object", "required": ["k"], **fields(k=one)} for one in (A, B)],
+    [{"anyOf": [A, {"type": "null"}]}, B],
+    [{"type": "object", "required": ["k"]}, {"type": "object", "additionalProperties": False}],
+]
 REWRITTEN = [
     ({"type": "string", "format": "path"}, {"type": "string"}),
     ({"format": "int32", "type": "integer"}, {"type": "integer"}),
@@ -101,6 +116,15 @@ REWRITTEN = [
         },
     ),
     ({"type": "number", "maximum": 1.7976931348623157e308}, {"type": "number"}),
+    *(({"oneOf": one}, {"anyOf": one}) for one in DISJOINT),
+    (
+        {"required": ["k"], "type": "object", "oneOf": [fields(k=A), fields(k=B)]},
+        {"required": ["k"], "type": "object", "anyOf": [fields(k=A), fields(k=B)]},
+    ),
+    (
+        {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {"a": A, "b": B}},
+        {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {"a": A, "b": B}},
+    ),
     (
         {"type": "string", "pattern": "^(?=.{2,3}$)[a-z]+$"},
         {
@@ -127,6 +151,9 @@ LEFT_OUT = [
     ({"not": {"const": 3}}, ["not at #"]),
     ({"not": {"type": "integer"}, "type": "number"}, ["not at #"]),
     ({"if": {}, "then": {}, "else": {}}, ["if at #"]),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ["oneOf at #"]),
+    ({"oneOf": [{"const": 1}, {"const": 1.0}]}, ["oneOf at #"]),
+    ({"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, ["oneOf at #"]),
     ({"contains": {}, "minContains": 2}, ["contains at #"]),
     ({"dependentRequired": {"a": ["b"]}}, ["dependentRequired at #"]),
     ({"dependentSchemas": {}}, ["dependentSchemas at #"]),
@@ -172,6 +199,16 @@ NAMES = sorted({*CHANGES, *BY_NAME, *LIST, *SCHEMA, "type", "$ref", "enum", "req
 def test_junk_is_left_to_llguidance(schema):
     rewritten, left_out = enforceable(schema)
     assert enforceable(rewritten)[0] == rewritten or left_out
+
+
+SMALL = st.sampled_from(["a", "b"])
+
+
+@examples(400, deadline=None)
+@given(one=schemas(SMALL), other=schemas(SMALL), value=json_values(SMALL))
+def test_schemas_of_one_value_are_never_said_to_exclude_each_other(one, other, value):
+    if all(jsonschema.Draft202012Validator(schema).is_valid(value) for schema in (one, other)):
+        assert enforceable({"oneOf": [one, other]})[1] == [("oneOf", "#")]
 
 
 PATTERNS = [
@@ -251,17 +288,18 @@ def test_a_property_keeps_to_the_patterns_that_match_it():
         list(answers({"type": "string"}, high, required=["ab"]))
 
 
-@pytest.mark.parametrize("pattern", ["^ab$", "^(?:ab|cd)$", "^a[a-c]$"])
-@pytest.mark.parametrize("required", [[], ["ab"], ["ab", "cd"]])
-def test_patterns_whose_names_are_all_asked_for_lead_nowhere_astray(pattern, required):
+@pytest.mark.parametrize(
+    ("pattern", "required"),
+    [("^ab$", ["ab"]), ("^(?:ab|cd)$", ["ab", "cd"]), ("^(?:ab|cd)$", ["cd"]), ("^a[ab]$", ["ab"])],
+)
+def test_a_pattern_whose_names_are_all_required_begins_no_further_field(pattern, required):
     schema = {
         "type": "object",
         "patternProperties": {pattern: {"enum": [1, 2]}},
-        "additionalProperties": {"type": "null"},
+        "additionalProperties": False,
         "required": required,
-        "maxProperties": 3,
     }
-    for seed in range(5):
+    for seed in range(8):
         answer = json.loads(shown("qwen", write("qwen", Grammar.json_schema(schema), seed, 3000)))
         jsonschema.validate(answer, schema)
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from quickbeam import LLM
+from quickbeam.serve.app import ENDPOINTS
 from quickbeam.serve.settings import ServeSettings
 from serving import ScriptedRunner, ask, chunks, events, good, refused
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+CHAT, COMPLETIONS, RESPONSES = ENDPOINTS
 HEADER = "x-quickbeam-ignored"
 # shows what there is: tools' names, messages, calls with their arguments
 TEMPLATE = (
@@ -228,7 +229,10 @@ def test_tools_that_a_server_would_run_are_left_out(scripted, llm):
 
 
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+PROMPTS = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": "hi"}, RESPONSES: {"input": "hi"}}
 LEFT_OUT = [  # fields of a request, and what is named
+    (COMPLETIONS, {"service_tier": "flex"}, "service_tier"),
+    (COMPLETIONS, {"service_tier": "flex", "stream": True}, "service_tier"),
     (CHAT, {"verbosity": "high"}, "verbosity"),
     (CHAT, {"verbosity": "medium"}, None),
     (CHAT, {"web_search_options": {}}, "web_search_options"),
@@ -280,8 +284,7 @@ LEFT_OUT = [  # fields of a request, and what is named
 
 @pytest.mark.parametrize(("path", "fields", "named"), LEFT_OUT)
 def test_what_an_answer_goes_without_is_named(scripted, path, fields, named):
-    prompt = {"messages": MESSAGES} if path == CHAT else {"input": "hi"}
-    response = ask(scripted, path, {**prompt, **fields})
+    response = ask(scripted, path, {**PROMPTS[path], **fields})
     assert response.status_code == 200, response.text
     assert response.headers.get(HEADER) == named
 

@@ -8,6 +8,8 @@ from collections.abc import Collection
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar import trial
 from quickbeam.grammar.masks import CompiledGrammar, Masks
@@ -102,7 +104,9 @@ class GrammarCompiler:
             matcher,
             ends=tokenizer.eos_tokens,
             size=tokenizer.vocab_size,
-            unnamed=sorted(vocabulary.missing if source.takes_others else special - named),
+            unnamed=np.array(
+                sorted(vocabulary.missing if source.takes_others else special - named), dtype=int
+            ),
             named_text=named - special,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import re
 import sys
@@ -28,6 +30,8 @@ UNKNOWN = (  # keywords that llguidance doesn't implement
 # keywords that mean nothing without another one, which is in `UNKNOWN`
 COMPANIONS = ("else", "maxContains", "minContains", "then")
 ANCHORS = ("$dynamicAnchor", "$recursiveAnchor")  # mean nothing without their references
+MOST_STEPS = 8000  # in which the schemas of a `oneOf` are compared
+MOST_PARTS = 20  # schemas that are compared at once
 LARGEST = 2**63  # llguidance takes bounds below this
 
 Schema = dict[str, Any]
@@ -228,6 +232,98 @@ def _one_of(names: list[str]) -> str:
     return f"^(?:{'|'.join(map(re.escape, names))})$"
 
 
+def _change_one_of(rewriter: _Rewriter, schema: Schema, place: str) -> None:
+    """Turn `oneOf` into `anyOf`, which means the same where no two of the schemas fit one value."""
+    options = schema["oneOf"]
+    if not isinstance(options, list) or "anyOf" in schema:
+        return
+    siblings = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
+    pairs = itertools.combinations(options, 2)
+    budget = Budget(MOST_STEPS)
+    if not all(budget.fits_nothing(rewriter, [siblings, *pair]) for pair in pairs):
+        rewriter.note("oneOf", place)
+    renamed = [("anyOf" if key == "oneOf" else key, value) for key, value in schema.items()]
+    schema.clear()
+    schema.update(renamed)
+
+
+class Budget:
+    """Looks for contradictions between schemas, for at most so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def fits_nothing(self, rewriter: _Rewriter, schemas: list[Any]) -> bool:
+        """Whether it is certain that no value fits all of these schemas."""
+        self._steps -= 1
+        if self._steps < 0:
+            return False
+        parts = list[Mapping[str, Any]]()
+        waiting = list(schemas)
+        while waiting and len(parts) < MOST_PARTS:
+            part = rewriter.resolved(waiting.pop())
+            if part is False:
+                return True
+            if isinstance(part, Mapping):
+                parts.append(part)
+                waiting += _list(part.get("allOf"))
+        if not set.intersection(set(TYPES), *map(_kinds, parts)):
+            return True
+        values = [_values(part) for part in parts if "const" in part or "enum" in part]
+        self._steps -= sum(map(len, values)) // 10
+        if values and not set.intersection(*values):
+            return True
+        for i, part in enumerate(parts):
+            others = [*parts[:i], {key: part[key] for key in part if key not in ("anyOf", "oneOf")}]
+            others += parts[i + 1 :]
+            for keyword in ("anyOf", "oneOf"):
+                options = _list(part.get(keyword))
+                if options and all(self.fits_nothing(rewriter, [*others, one]) for one in options):
+                    return True
+        if any(_kinds(part) == {"object"} for part in parts):
+            required = {name for part in parts for name in _list(part.get("required"), str)}
+            for name in sorted(required):
+                if self.fits_nothing(rewriter, [_property(part, name) for part in parts]):
+                    return True
+        return False
+
+
+def _list(value: Any, kind: Any = object) -> list[Any]:
+    return [one for one in value if isinstance(one, kind)] if isinstance(value, list) else []
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """Return the kinds of values that may fit a schema, by its types and the values it lists."""
+    types = _types(schema["type"]) if "type" in schema else TYPES
+    kinds = {"number" if one == "integer" else one for one in types}
+    if "const" in schema or "enum" in schema:
+        kinds &= {_kind(json.loads(value)) for value in _values(schema)}
+    return kinds
+
+
+def _kind(value: Any) -> str:
+    """Return the type of a value of JSON; integers are numbers."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    kinds: dict[type, str] = {str: "string", list: "array", dict: "object"}
+    return kinds.get(type(value), "number")
+
+
+def _values(schema: Mapping[str, Any]) -> set[str]:
+    """Return the values that a schema with `const` or `enum` lists, as JSON."""
+    listed = [schema["const"]] if "const" in schema else _list(schema["enum"])
+    whole = (int(one) if isinstance(one, float) and one.is_integer() else one for one in listed)
+    return {json.dumps(one, sort_keys=True) for one in whole}
+
+
+def _property(schema: Mapping[str, Any], name: str) -> Any:
+    """Return the schema of an object's field."""
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and name in properties:
+        return properties[name]
+    return True if "patternProperties" in schema else schema.get("additionalProperties", True)
+
+
 def _change_not(rewriter: _Rewriter, schema: Schema, place: str) -> None:
     """Turn types that are ruled out into those that are left. `not` stays if no value is left."""
     ruled_out = rewriter.resolved(schema["not"])
@@ -333,6 +429,7 @@ CHANGES: dict[str, Callable[[_Rewriter, Schema, str], None]] = {
     "patternProperties": _change_pattern_properties,
     "uniqueItems": _change_unique_items,
     "propertyNames": _change_property_names,
+    "oneOf": _change_one_of,
     "not": _change_not,
     "if": _change_if,
     "contains": _change_contains,

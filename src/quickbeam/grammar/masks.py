@@ -51,7 +51,7 @@ class CompiledGrammar(NamedTuple):
     matcher: LLMatcher
     ends: Sequence[int]
     size: int
-    unnamed: Sequence[int]
+    unnamed: np.ndarray
     named_text: Set[int]
 
 
