@@ -7,8 +7,8 @@ import pytest
 from quickbeam import QuickbeamError, SamplingParams
 from quickbeam.engine.result import Logprob
 from quickbeam.serve import responses
+from quickbeam.serve.calls import ParsedCall
 from quickbeam.serve.messages import Tool, offered_tool
-from quickbeam.serve.tools import ParsedCall
 from serving import Texts, ask, events, good, refused
 
 PATH = "/v1/responses"

@@ -8,13 +8,27 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import Phase, find, given, settings
+from hypothesis import strategies as st
 
-from cases import refuses
+from cases import examples, refuses
 from quickbeam import LLM
+from quickbeam.grammar.spec import Grammar
 from quickbeam.serve import tools as calling
 from quickbeam.serve.app import IGNORED, ignored_header
+from quickbeam.serve.calls import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_NAMED,
+    JsonCalls,
+    ParsedCall,
+    PossibleCall,
+    ToolCallParser,
+)
 from quickbeam.serve.messages import ChatRequest, Tool
-from quickbeam.serve.tools import HERMES, LLAMA3, MISTRAL, forcing_grammar, strict_grammar
+from quickbeam.serve.schemas import GrammarField
+from quickbeam.serve.tools import answer_grammar, forcing_grammar, strict_grammar
 from serving import ask, chunks, events, good, refused
 
 PATH = "/v1/chat/completions"
@@ -45,9 +59,15 @@ TEMPLATES = {
         "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}{% for m in messages %}{{ m.content "
         "}}{% endfor %}[TOOL_CALLS]",
     ),
+    "mistral with names": (
+        MISTRAL_NAMED,
+        "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}{% for m in messages %}{{ m.content "
+        "}}{% endfor %}[TOOL_CALLS]name[ARGS]",
+    ),
 }
 HERMES_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 3}}\n</tool_call>'
 BAD = "<tool_call>?</tool_call>"
+LLAMA_CALL = '{"name": "f", "parameters": {"x": 3}}'
 F, G = ("f", {"x": 3}), ("g", {})
 UNREAD = {  # what is no call: it stays text
     "no call": (HERMES, "1 < 2 and <tool> is <tool_"),
@@ -61,6 +81,18 @@ UNREAD = {  # what is no call: it stays text
     "JSON of an answer": (LLAMA3, '{"answer": 4}'),
     "later": (LLAMA3, 'It is {"name": "f", "parameters": {"x": 3}}'),
     "one unknown": (MISTRAL, '[TOOL_CALLS] [{"name": "h", "arguments": {}}]'),
+    "an unknown name": (MISTRAL, '[TOOL_CALLS]h[ARGS]{"x": 3}'),
+    "a name alone": (MISTRAL, "[TOOL_CALLS]f[ARGS] is how to call f"),
+    "many openings": (HERMES, "<tool_call>" * 99),
+    "names of other keys": (HERMES, '<tool_call>{"name": "f", "args": {"x": 3}}</tool_call>'),
+    "arguments that are no JSON": (HERMES, '<tool_call>{"name": "f", "arguments": "x=3"}'),
+    "arguments of two kinds": (HERMES, '<tool_call>[{"name": "f", "arguments": {}}, 3]'),
+    "a name that is none": (HERMES, '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>'),
+    "a thought's draft": (HERMES, f"<think>Or {HERMES_CALL}?\n{HERMES_CALL}</think>No."),
+    "drafts of two thoughts": (HERMES, f"<think>{HERMES_CALL}</think><think>{HERMES_CALL}</think>"),
+    "a thought of Mistral's": (MISTRAL, "[THINK][TOOL_CALLS]f{}[/THINK] no"),
+    "a draft that breaks off": (HERMES, '<think><tool_call>{"name": "f</think>It is "4".'),
+    "a semicolon before": (LLAMA3, f"; {LLAMA_CALL}"),
 }
 ANSWERS = {  # what models say, and what it means: texts, and calls with their arguments
     "hermes": (
@@ -77,16 +109,71 @@ ANSWERS = {  # what models say, and what it means: texts, and calls with their a
         'Well[TOOL_CALLS] [{"name": "f", "arguments": {"x": 3}}, {"name": "g", "arguments": {}}]',
         ["Well", F, G],
     ),
+    "mistral with names": (
+        MISTRAL_NAMED,
+        'Well[TOOL_CALLS]f[ARGS]{"x": 3}[TOOL_CALLS]g[ARGS]{}', ["Well", F, G],
+    ),
+    "mistral without a list": (MISTRAL, '[TOOL_CALLS]{"name": "f", "arguments": {"x": 3}}', [F]),
+    "mistral with a name": (MISTRAL, 'So [TOOL_CALLS]f{"x": 3} done', ["So", F, " done"]),
+    "mistral with ids": (MISTRAL, '[TOOL_CALLS]f[CALL_ID]aB3dE6gH9[ARGS]{"x": 3}', [F]),
+    "a closing mark in a string": (
+        HERMES, HERMES_CALL.replace("3", '"</tool_call><tool_call>"') + "bye",
+        [("f", {"x": "</tool_call><tool_call>"}), "bye"],
+    ),
+    "parameters": (HERMES, HERMES_CALL.replace("arguments", "parameters"), [F]),
+    "arguments as a string": (HERMES, HERMES_CALL.replace('{"x": 3}', r'"{\"x\": 3}"'), [F]),
+    "no arguments as a string": (HERMES, HERMES_CALL.replace('{"x": 3}', '""'), [("f", {})]),
+    "a line break in a string": (
+        HERMES, HERMES_CALL.replace("3", '"a\nb"'), [("f", {"x": "a\nb"})]
+    ),
+    "marks twice": (HERMES, f"<tool_call>\n{HERMES_CALL}\n</tool_call>\n", [F]),
+    "a list of calls": (
+        HERMES, '<tool_call>[{"name": "f", "arguments": {"x": 3}}]</tool_call>', [F]
+    ),
+    "text behind, not closed": (HERMES, f"{HERMES_CALL[:-13]} bye", [F, " bye"]),
+    "an opening that is none": (HERMES, f"<tool_call>, {HERMES_CALL}", ["<tool_call>,", F]),
+    "a call in a string": (
+        HERMES, f'<tool_call>{{"name": "f {HERMES_CALL}', ['<tool_call>{"name": "f', F],
+    ),
+    "llama3 with arguments": (LLAMA3, LLAMA_CALL.replace("parameters", "arguments"), [F]),
+    "llama3 joined": (LLAMA3, f"{LLAMA_CALL}; {LLAMA_CALL};<|python_tag|>{LLAMA_CALL}", [F, F, F]),
+    "llama3 on two lines": (LLAMA3, f"{LLAMA_CALL}\n{LLAMA_CALL}\n", [F, F]),
+    "text behind": (LLAMA3, f"{LLAMA_CALL} is it; {LLAMA_CALL}", [F, f" is it; {LLAMA_CALL}"]),
+    "tagged later": (LLAMA3, f"Well. <|python_tag|>{LLAMA_CALL}", ["Well.", F]),
+    "an answer behind": (LLAMA3, f'{LLAMA_CALL}; {{"x": 3}}', [F, '; {"x": 3}']),
+    "a call behind a thought": (
+        HERMES, f"<think>Or {HERMES_CALL}?</think>Yes {HERMES_CALL}",
+        [f"<think>Or {HERMES_CALL}?</think>Yes", F],
+    ),
+    "llama3 behind a thought": (
+        LLAMA3, f"<think>{LLAMA_CALL}</think> {LLAMA_CALL}", [f"<think>{LLAMA_CALL}</think>", F]
+    ),
+    "a thought that never closes": (
+        HERMES, f"<think>Or {HERMES_CALL} hm {HERMES_CALL}", ["<think>Or", F, " hm", F]
+    ),
+    "thoughts in a string": (
+        HERMES, HERMES_CALL.replace("3", '"<think></think>"') + "</think>",
+        [("f", {"x": "<think></think>"}), "</think>"],
+    ),
+    "the end of a thought in a string": (
+        HERMES, "<think>" + HERMES_CALL.replace("3", '"</think>"'),
+        ["<think>", ("f", {"x": "</think>"})],
+    ),
     **{name: (form, text, [text]) for name, (form, text) in UNREAD.items()},
 }  # fmt: skip
 
 
-def read(form, text, size, several=True):
-    reader = calling.ToolCallParser(form, TOOLS, several)
-    parts = [text[i : i + size] for i in range(0, len(text), size)]
+def read(form, text, size, several=True, **more):
+    return read_parts(
+        form, [text[i : i + size] for i in range(0, len(text), size)], several, **more
+    )
+
+
+def read_parts(form, parts, several=True, **more):
+    reader = ToolCallParser(form, TOOLS, several, **more)
     pieces = []
     for piece in itertools.chain(*map(reader.feed, parts), reader.finish()):
-        if isinstance(piece, calling.ParsedCall):
+        if isinstance(piece, ParsedCall):
             pieces.append((piece.name, json.loads(piece.arguments)))
         elif pieces and isinstance(pieces[-1], str):
             pieces[-1] += piece
@@ -96,11 +183,120 @@ def read(form, text, size, several=True):
     return pieces
 
 
-@pytest.mark.parametrize("size", [1, 7, 10000])
+@pytest.mark.parametrize("size", [1, 3, 7, 10000])
 @pytest.mark.parametrize("name", ANSWERS)
 def test_calls_are_told_from_text(name, size):
     form, text, wanted = ANSWERS[name]
     assert read(form, text, size) == wanted
+
+
+FRAGMENTS = [
+    *("a", " ", "\n", "<", "</", "{", "}", "[", "]", '"', "\\", ",", ";", ": ", "3", "f", "é"),
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    *("<think>", "</think>", '{"name": "', '"arguments": {"x": "', HERMES_CALL, LLAMA_CALL),
+]
+FORMS = [HERMES, LLAMA3, MISTRAL]
+CASES = st.tuples(
+    st.sampled_from([(form, text) for form, text, _ in ANSWERS.values() if len(text) < 300])
+    | st.tuples(
+        st.sampled_from(FORMS),
+        st.lists(st.sampled_from(FRAGMENTS), max_size=15).map("".join),
+    ),
+    st.lists(st.integers(0, 400), max_size=20)
+    | st.integers(1, 7).map(lambda size: range(size, 2000, size)),
+    st.booleans(),
+)
+
+
+def is_read_alike(case):
+    """Whether a text is read alike whole and cut into parts, and no character is lost."""
+    (form, text), cuts, thinking = case
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    parts = [text[begin:end] for begin, end in itertools.pairwise(places)]
+    reader = JsonCalls(form, TOOLS)
+    pieces = [*itertools.chain.from_iterable(map(reader.read, [*parts, None]))]
+    given = "".join(piece if isinstance(piece, str) else piece.text for piece in pieces)
+    whole = read_parts(form, [text], thinking=thinking)
+    return given == text and read_parts(form, parts, thinking=thinking) == whole
+
+
+@examples(500)
+@given(CASES)
+def test_any_text_is_read_alike_in_parts(case):
+    assert is_read_alike(case)
+
+
+def holds_nothing(self, text, at):
+    return len(text)
+
+
+def forgets_escapes(self, text, at=0, read=PossibleCall.read):
+    self._escaped = False
+    read(self, text, at)
+
+
+def forgets_half_marks(self, text, closes=ToolCallParser._closes_thought):
+    self._tail = ""
+    return closes(self, text)
+
+
+WRONG = [
+    (JsonCalls, "_held_from", holds_nothing),
+    (PossibleCall, "read", forgets_escapes),
+    (ToolCallParser, "_closes_thought", forgets_half_marks),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "wrong"), WRONG)
+def test_wrong_readers_read_parts_otherwise(monkeypatch, owner, name, wrong):
+    monkeypatch.setattr(owner, name, wrong)
+    once = settings(max_examples=5000, phases=[Phase.generate], database=None, derandomize=True)
+    find(CASES, lambda case: not is_read_alike(case), settings=once)  # raises if there is none
+
+
+HOSTILE = [
+    *("<tool_call>", "<tool_call>{", '<tool_call>{"', '<tool_call>{\\"', '<tool_call>{":"', "<"),
+    *(
+        '<tool_call>{"a',
+        '{"name": "h"}',
+        "{",
+        "[",
+        '"',
+        "\\",
+        " ",
+        "<think>",
+        "</think>",
+        HERMES_CALL,
+    ),
+    *('<tool_call>{"name": "h", "arguments": {}}', '{"a":', "<tool_call>f", '{"name":', ";"),
+    *(
+        f"<think>{HERMES_CALL}</think>",
+        f"{LLAMA_CALL};",
+        "[TOOL_CALLS][",
+        '[TOOL_CALLS]f{"',
+        "f[ARGS]",
+    ),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_reading_takes_time_in_proportion_to_the_text(form, monkeypatch):
+    scanned = 0
+
+    def counted(self, text, at=0, read=PossibleCall.read):
+        nonlocal scanned
+        begin = self.end
+        read(self, text, at)
+        scanned += self.end - begin
+
+    monkeypatch.setattr(PossibleCall, "read", counted)
+    for first, repeated in itertools.product(("", '<tool_call>{"'), HOSTILE):
+        unit = repeated.replace("<tool_call>", form.marker)
+        text = first.replace("<tool_call>", form.marker) + unit * (20_000 // len(unit))
+        scanned = 0
+        for size in (999, len(text)):
+            read(form, text, size)
+        assert scanned <= 4 * len(text)
 
 
 def test_one_call_where_one_is_asked_for():
@@ -108,20 +304,62 @@ def test_one_call_where_one_is_asked_for():
     assert read(MISTRAL, ANSWERS["mistral"][1], 5, several=False) == ["Well", ("f", {"x": 3})]
 
 
+def test_an_answer_that_is_calls_or_text_holds_no_call_in_its_text():
+    text = '{"x": "[TOOL_CALLS]f{}"}'
+    for form in (MISTRAL, HERMES, LLAMA3):
+        answer = text.replace("[TOOL_CALLS]", form.marker)
+        assert read(form, answer, 5) != [answer] == read(form, answer, 5, either=True)
+    assert read(HERMES, f" {HERMES_CALL}\n{HERMES_CALL}", 5, either=True) == [F, F]
+
+
+def test_text_is_held_back_only_where_a_call_may_begin():
+    def given(form, text):
+        return "".join(ToolCallParser(form, TOOLS).feed(text))
+
+    for form in FORMS:
+        text = f"It is <b>1</b>, {form.marker}x, {{ [1]"
+        assert given(form, text) == text
+        assert given(form, f"{text} \n{form.marker}") == text
+        assert given(form, f"{text} {form.marker[:3]}") == text
+        assert given(form, f"<think>{text}") == f"<think>{text}"
+    assert given(LLAMA3, '{"names": ["') == '{"names": ["'
+    assert given(LLAMA3, '{"name": "f", ["') == ""
+
+
+@pytest.mark.parametrize("size", [1, 7, 10000])
+def test_a_prompt_may_open_a_thought(size):
+    text = f"Or {HERMES_CALL}?</think>Yes {HERMES_CALL}"
+    assert read(HERMES, text, size, thinking=True) == [f"Or {HERMES_CALL}?</think>Yes", F]
+    assert read(HERMES, f"Or {HERMES_CALL}?", size, thinking=True) == ["Or", F, "?"]
+
+
+OWN_FIELD = {"open_pattern": r"<call=(?P<name>\w+)>", "close": "</call>", "repeats": True}
+OWN_FIELD |= {"content": "xml-inline"}
+OWN_FIELD |= {"content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"}}
+OWN_FIELD |= {
+    "transform": {
+        "type": "function",
+        "function": {"name": "{name}", "arguments": "{content}"},
+    }
+}
+OWN_TEMPLATE = {"fields": {"tool_calls": OWN_FIELD}}
+
+
 def test_a_tokenizers_own_template_comes_first():
-    field = {"open_pattern": r"<call=(?P<name>\w+)>", "close": "</call>", "repeats": True}
-    field |= {"content": "xml-inline"}
-    field |= {"content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"}}
-    called = {"name": "{name}", "arguments": "{content}"}
-    field |= {"transform": {"type": "function", "function": called}}
     own = SimpleNamespace(
         get_chat_template=lambda **_: "{{ tools }}",
-        response_template={"fields": {"tool_calls": field}},
+        response_template=OWN_TEMPLATE,
         all_special_tokens=[],
     )
     form = calling.tool_format(own)
-    assert read(form, "so <call=f><x>3</x></call>", 4) == ["so ", ("f", {"x": 3})]
+    call = "<call=f><x>3</x></call>"
+    assert read(form, f"so {call}", 4) == ["so ", F]
+    assert read(form, f"<think>{call}</think>so {call}", 4) == [f"<think>{call}</think>so ", F]
     refuses("can't force", forcing_grammar, form, TOOLS, True, own, error=ValueError)
+    asked = [ANSWER], own
+    refuses(
+        "can't write a grammar", calling.tool_use, TOOLS, "auto", None, *asked, error=ValueError
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -133,10 +371,16 @@ def test_formats_are_known_by_the_chat_template(name):
 def test_templates_that_do_not_say_how_are_refused():
     with pytest.raises(ValueError, match="does not take tools"):
         calling.tool_format(SimpleNamespace(get_chat_template=lambda **_: "{{ messages }}"))
-    for marks in ("", "<tool_call><function=", "[TOOL_CALLS]name[ARGS]"):
+    for marks in ("", "<tool_call><function="):
         template = "{{ tools }}" + marks
         with pytest.raises(ValueError, match="does not know how"):
             calling.tool_format(SimpleNamespace(get_chat_template=lambda t=template, **_: t))
+
+
+def test_calls_with_ids_are_read_and_not_forced():
+    template = "{{ tools }}[TOOL_CALLS]name[CALL_ID]id[ARGS]"
+    form = calling.tool_format(SimpleNamespace(get_chat_template=lambda **_: template))
+    assert form == MISTRAL_NAMED._replace(syntax=None)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +401,7 @@ def choice(runner, **fields):
 def calls_of(message):
     calls = message["tool_calls"]
     assert len({call["id"] for call in calls}) == len(calls)
-    assert {call["type"] for call in calls} == {"function"}
+    assert all(call["type"] == "function" for call in calls)
     called = [call["function"] for call in calls]
     return [(one["name"], json.loads(one["arguments"])) for one in called]
 
@@ -177,7 +421,7 @@ def test_calls_of_a_chat(scripted, llm):
     assert choice(scripted)["finish_reason"] == "length"
 
 
-def test_what_reads_calls_is_imported_beside_other_requests(scripted, monkeypatch):
+def test_what_reads_calls_is_imported_beside_other_requests(scripted, llm, monkeypatch):
     name, threads = "transformers.utils.chat_parsing", list[threading.Thread]()
 
     def find_spec(module, *_):
@@ -187,6 +431,7 @@ def test_what_reads_calls_is_imported_beside_other_requests(scripted, monkeypatc
     monkeypatch.delitem(sys.modules, name, raising=False)
     finders = [SimpleNamespace(find_spec=find_spec), *sys.meta_path]
     monkeypatch.setattr(sys, "meta_path", finders)
+    monkeypatch.setattr(llm.tokenizer, "response_template", OWN_TEMPLATE, raising=False)
     for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
         good(ask(scripted, PATH, {"messages": MESSAGES, **fields}))
     assert not threads
@@ -207,6 +452,47 @@ def test_calls_of_a_streamed_chat(scripted):
         assert calls_of({"tool_calls": calls}) == [F, F]
         assert [call["index"] for call in calls] == [0, 1]
         assert mine[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_streams_and_whole_answers_hold_the_same(scripted, llm, monkeypatch, name):
+    form, script, wanted = ANSWERS[name]
+    template = next(template for known, template in TEMPLATES.values() if known is form)
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    scripted.script = script
+    text = "".join(piece for piece in wanted if isinstance(piece, str))
+    calls = [piece for piece in wanted if isinstance(piece, tuple)]
+    message = choice(scripted)["message"]
+    assert (message["content"] or "") == text
+    assert calls_of({"tool_calls": [], **message}) == calls
+    parts = [one["choices"][0]["delta"] for one in chunks(ask(scripted, PATH, body(stream=True)))]
+    assert "".join(one.get("content") or "" for one in parts) == text
+    streamed = [call for one in parts for call in one.get("tool_calls", [])]
+    assert calls_of({"tool_calls": streamed}) == calls
+
+    asked = {
+        "input": "f?",
+        "tools": [{"type": "function", **one["function"]} for one in (TOOL, OTHER)],
+    }
+    output = good(ask(scripted, "/v1/responses", asked))["output"]
+    last = events(ask(scripted, "/v1/responses", {**asked, "stream": True}))[-1]
+    for items in (output, last["response"]["output"]):
+        pieces = [
+            (item["name"], json.loads(item["arguments"]))
+            if item["type"] == "function_call"
+            else item["content"][0]["text"]
+            for item in items
+        ]
+        assert pieces == (wanted or [""])
+
+
+def test_a_template_may_open_a_thought(scripted, llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", TEMPLATES["hermes"][1] + "<think>\n")
+    scripted.script = f"Or {HERMES_CALL}?</think>No."
+    assert choice(scripted)["message"]["content"] == scripted.script
+    scripted.script = f"Or {HERMES_CALL}?"
+    message = choice(scripted)["message"]
+    assert (message["content"], calls_of(message)) == ("Or?", [F])
 
 
 def test_a_conversation_goes_on_after_a_call_and_tools_may_be_hidden(scripted, llm):
@@ -244,12 +530,19 @@ def test_calls_of_a_response(scripted, llm):
 
 
 STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+SETS = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+UNENFORCEABLE = {"name": "a", "schema": SETS, "strict": True}
+UNENFORCEABLE = {"type": "json_schema", "json_schema": UNENFORCEABLE}
+IMPOSSIBLE = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "word"}}}
 REFUSED = [  # fields, and the one that the error names
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
     ({"tools": [TOOL, TOOL]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"regex": "a+"}, "regex"),
+    ({"regex": "a+", "tool_choice": "required"}, "regex"),
+    ({"response_format": UNENFORCEABLE}, "response_format"),
+    ({"response_format": IMPOSSIBLE}, "response_format"),
 ]
 
 
@@ -271,6 +564,30 @@ def test_what_cannot_be_held_to_a_schema_is_said_in_a_header(scripted, stream, c
     assert sum("tools[1].function.strict" in line for line in lines) == 1
     response = ask(scripted, PATH, body(tools=tools, stream=stream, tool_choice="required"))
     assert response.status_code == 200 and "x-quickbeam-ignored" not in response.headers
+
+
+UNIQUE = {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True}
+TAGS = {"type": "object", "properties": {"tags": UNIQUE}}
+
+
+def test_a_tool_names_what_its_calls_are_not_held_to_or_is_refused_if_strict(scripted):
+    place, words = "tools[1].function.parameters", "uniqueItems at #/properties/tags"
+    tools = [TOOL, {"type": "function", "function": {"name": "g", "parameters": TAGS}}]
+    response = ask(scripted, PATH, body(tools=tools, tool_choice="required"))
+    assert response.headers["x-quickbeam-ignored"] == f"{place} ({words})"
+    assert "x-quickbeam-ignored" not in ask(scripted, PATH, body(tools=tools)).headers
+    tools[1] = {"type": "function", "function": {**tools[1]["function"], "strict": True}}
+    message = refused(ask(scripted, PATH, body(tools=tools, tool_choice="required")), place)
+    assert f"(g): {words}" in message
+
+
+def test_an_error_in_a_tools_schema_names_the_tool_and_quotes_no_grammar_of_ours(runner):
+    wrong = {"type": "object", "properties": {"a": {"type": "strnig"}}}
+    tools = [TOOL, {"type": "function", "function": {"name": "g", "parameters": wrong}}]
+    response = ask(runner, PATH, body(tools=tools, tool_choice="required"))
+    message = refused(response, "tools[1].function.parameters")
+    assert "(g): json_schema: Invalid type: strnig" in message
+    assert "lark" not in message and "arguments1" not in message
 
 
 def test_the_header_of_what_is_left_out_is_short_plain_text():
@@ -355,5 +672,102 @@ def test_strict_grammars_allow_text_and_hold_calls_to_schemas(name, tokenizer):
         assert matches(lark, tokenizer, allowed)
     assert not matches(lark, tokenizer, text.replace('"x": 3', '"x": "3"'))
     # which is not strict
-    assert matches(lark, tokenizer, text.replace('"f"', '"g"').replace('"x": 3', '"y": "3"'))
+    other = text.replace('"f"', '"g"').replace("f[ARGS]", "g[ARGS]")
+    assert matches(lark, tokenizer, other.replace('"x": 3', '"y": "3"'))
     assert not matches(strict_grammar(form, strict, False, tokenizer), tokenizer, text)
+
+
+ANSWER_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"$ref": "#/$defs/word"}, "names": {"type": "integer"}},
+    "required": ["name"],
+    "additionalProperties": False,
+    "$defs": {"word": {"enum": ["f", "fit", "o"]}},
+}
+ANSWER = GrammarField("response_format", Grammar.json_schema, ANSWER_SCHEMA)
+FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER_SCHEMA}}
+FLAT_FORMAT = {"type": "json_schema", "name": "a", "schema": ANSWER_SCHEMA}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answer_grammars_allow_calls_or_an_answer_that_fits(name, tokenizer):
+    form = TEMPLATES[name][0]
+    begin, middle, end = form.syntax.parts
+
+    def written(tool, arguments):
+        call = f"{begin}{tool}{middle}{arguments}{end}"
+        return f"{form.syntax.before}{call}{form.syntax.after}"
+
+    strict = [TOOLS[0].model_copy(deep=True), TOOLS[1]]
+    strict[0].function.strict = True
+    fitting = Grammar.json_schema(ANSWER_SCHEMA)
+    for answer in (fitting, Grammar.json_object()):
+        lark = answer_grammar(form, strict, True, tokenizer, "text", answer)
+        for allowed in (
+            written("f", '{"x": 3}'),
+            written("g", '{"y": ["3"]}'),
+            '{"name": "f"}',
+            '{"name": "fit", "names": 3}',
+        ):
+            assert matches(lark, tokenizer, allowed), allowed
+        call = written("f", '{"x": 3}')
+        for forbidden in ("So", '{"name": 3', f'{{"name": "f"}}{call}', f"So {call}"):
+            assert not matches(lark, tokenizer, forbidden), forbidden
+    lark = answer_grammar(form, strict, True, tokenizer, "text", fitting)
+    for forbidden in (written("f", '{"x": "3"}'), written("h", "{}"), '{"name": "of"}', "{}"):
+        assert not matches(lark, tokenizer, forbidden), forbidden
+
+
+def test_grammars_of_requests_with_tools_and_an_answers_format(scripted):
+    flat = [{"type": "function", **TOOL["function"]}]
+    for path, asked in (
+        (PATH, body(response_format=FORMAT)),
+        ("/v1/responses", {"input": "f?", "tools": flat, "text": {"format": FLAT_FORMAT}}),
+    ):
+        grammars = {}
+        for mode in ("auto", "required", "none"):
+            good(ask(scripted, path, {**asked, "tool_choice": mode}))
+            grammars[mode] = scripted.jobs[0].params.grammar
+        assert "start: calls | answer" in grammars["auto"].text
+        assert "start: calls\n" in grammars["required"].text
+        assert grammars["none"] == Grammar.json_schema(ANSWER_SCHEMA)
+
+
+def test_an_answer_is_calls_or_fits_its_format(scripted):
+    scripted.script = HERMES_CALL
+    answer = choice(scripted, response_format=FORMAT)
+    assert answer["message"]["content"] is None and calls_of(answer["message"]) == [F]
+    scripted.script = '{"name": "<tool_call>f{}</tool_call>"}'
+    for stream in (False, True):
+        response = ask(scripted, PATH, body(response_format=FORMAT, stream=stream))
+        parts = chunks(response) if stream else [good(response)]
+        parts = [one["choices"][0]["delta" if stream else "message"] for one in parts]
+        assert "".join(part.get("content") or "" for part in parts) == scripted.script
+        assert not any("tool_calls" in part for part in parts)
+
+
+@pytest.mark.parametrize("begin", ["<", "{"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_drafts_change_no_answer_that_is_calls_or_fits_its_format(runner, llm, seed, begin):
+    (likely,) = llm.tokenizer.encode(begin)
+    shared = {"tools": [TOOL], "temperature": 1.5, "seed": seed, "logit_bias": {str(likely): 9}}
+    chat = {**shared, "response_format": FORMAT, "return_token_ids": True, "max_tokens": 200}
+    plain, drafted = (choice(runner, **chat, speculation={"method": m}) for m in ("ar", "pld"))
+    assert plain["token_ids"] == drafted["token_ids"] and plain["finish_reason"] != "length"
+    message = plain["message"]
+    calls = calls_of({"tool_calls": [], **message})
+    assert bool(calls) == (begin == "<") == (plain["finish_reason"] == "tool_calls")
+    if not calls:
+        assert json.loads(message["content"])["name"] in ("f", "fit", "o")
+
+    parts = chunks(ask(runner, PATH, body(**chat, stream=True)))
+    deltas = [one["choices"][0]["delta"] for one in parts]
+    assert "".join(one.get("content") or "" for one in deltas) == (message["content"] or "")
+    streamed = [call for one in deltas for call in one.get("tool_calls", [])]
+    assert calls_of({"tool_calls": streamed}) == calls
+
+    flat = [{"type": "function", **TOOL["function"]}]
+    asked = {**shared, "input": MESSAGES, "tools": flat, "text": {"format": FLAT_FORMAT}}
+    output = good(ask(runner, "/v1/responses", asked))["output"]
+    assert [(one["name"], json.loads(one["arguments"])) for one in output if calls] == calls
+    assert calls or output[0]["content"][0]["text"] == message["content"]

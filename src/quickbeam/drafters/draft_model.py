@@ -19,7 +19,7 @@ from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Chain, Draft, Model, Part, Passed, inference
 from quickbeam.models.kv import Pool
-from quickbeam.models.token_texts import TokenTexts
+from quickbeam.token_texts import TokenTexts
 from quickbeam.tree import TokenTree
 
 logger = logging.getLogger(__name__)

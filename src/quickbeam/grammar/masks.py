@@ -6,7 +6,7 @@ This module knows nothing of models. Of sampling it knows only which ids end an 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -44,11 +44,15 @@ class CompiledGrammar(NamedTuple):
     - `matcher`: a matcher that has read nothing yet.
     - `ends`: the ids by which the matcher says that the text may end.
     - `size`: how many tokens its masks have.
+    - `unnamed`: ids that are no text and that the grammar doesn't name. They are never allowed.
+    - `named_text`: ids that the grammar names and that stand for text elsewhere.
     """
 
     matcher: LLMatcher
     ends: Sequence[int]
     size: int
+    unnamed: np.ndarray
+    named_text: Set[int]
 
 
 class Masks:
@@ -160,24 +164,39 @@ class Masks:
     def _compute(self, path: tuple[int, ...]) -> AllowedTokens:
         bits = self._ask(path, lambda matcher: matcher.compute_bitmask())
         if bits is None:
-            where = f"after {len(self._text) + len(path)} tokens of the answer"
-            raise DeadEnd(f"grammar: no token can come {where} ({self._reason})")
+            raise self._dead_end(path, self._reason)
         allowed = np.unpackbits(
             np.frombuffer(bits, dtype=np.uint8), count=self._compiled.size, bitorder="little"
         ).view(bool)
-        marks = list(self._compiled.ends)
-        may_end = bool(allowed[marks].any())
-        allowed[marks] = False
+        may_end = self._may_end(allowed)
+        allowed[self._compiled.ends] = False
+        allowed[self._compiled.unnamed] = False
         banned = np.ones(self._vocab, dtype=bool)
         shared = min(self._vocab, self._compiled.size)
         np.logical_not(allowed[:shared], out=banned[:shared])
         if may_end:
             banned[self._closing] = False
-        return AllowedTokens(
-            torch.from_numpy(banned),
-            self._vocab - int(np.count_nonzero(banned)),
-            int(banned.argmin()),
-        )
+        left = self._vocab - int(np.count_nonzero(banned))
+        if left == 0:
+            raise self._dead_end(path, "no token spells what comes next")
+        return AllowedTokens(torch.from_numpy(banned), left, int(banned.argmin()))
+
+    def _may_end(self, allowed: np.ndarray) -> bool:
+        """Whether the answer may end where the matcher is and allows these tokens."""
+        if self._matcher.is_accepting():
+            return True
+        # a grammar may take an end-of-sequence id as a token that it names
+        for token in self._compiled.ends:
+            if allowed[token]:
+                ended = self._matcher.deep_copy()
+                ended.consume_token(token)
+                if ended.is_accepting():
+                    return True
+        return False
+
+    def _dead_end(self, path: Sequence[int], why: str) -> DeadEnd:
+        where = f"after {len(self._text) + len(path)} tokens of the answer"
+        return DeadEnd(f"grammar: no token can come {where} ({why})")
 
     def _ask(self, path: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
         for _ in range(2):
@@ -196,8 +215,13 @@ class Masks:
         shared = 0
         while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
             shared += 1
-        if behind := len(self._path) - shared:
-            self._matcher.rollback(behind)
+        behind = self._path[shared:]
+        if not self._compiled.named_text.isdisjoint(behind):
+            # llguidance doesn't know how long such a token's text was, and can't go back before it
+            self._matcher = self._new_matcher()
+            shared = 0
+        elif behind:
+            self._matcher.rollback(len(behind))
         if ahead := list(path[shared:]):
             self._matcher.consume_tokens(ahead)
         self._path = list(path)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quickbeam.errors import InvalidInput
+from quickbeam.grammar.json_schema import enforceable
 
+MOST_NAMED = 5  # of what a schema asks for in vain
 KINDS = ("json_schema", "regex", "lark")
 
 
@@ -23,6 +25,7 @@ class Grammar:
     - `kind`: one of `KINDS`.
     - `text`: the schema, expression or grammar.
     - `any_whitespace`: for JSON; see `json_schema`.
+    - `left_out`: what of a schema answers are not held to: `uniqueItems at #/properties/tags`.
 
     Raises `InvalidInput` for an unknown kind, and if `text` is not text.
     """
@@ -30,6 +33,7 @@ class Grammar:
     kind: str
     text: str
     any_whitespace: bool = False
+    left_out: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -39,7 +43,7 @@ class Grammar:
 
     @classmethod
     def json_schema(
-        cls, schema: Mapping[str, Any] | str, *, any_whitespace: bool = False
+        cls, schema: Mapping[str, Any] | str, *, any_whitespace: bool = False, strict: bool = False
     ) -> Grammar:
         """JSON that fits a schema, given as a mapping or as text.
 
@@ -48,15 +52,29 @@ class Grammar:
         it. `any_whitespace` leaves whitespace to the model, which may then indent, or write blanks
         for ever. An `x-guidance` entry of the schema itself takes precedence over both.
 
-        Raises `InvalidInput` for what is not JSON.
+        No grammar can hold an answer to some keywords (`uniqueItems`, `if`, most look-around in a
+        `pattern`). They are left out, and `left_out` names them, and the log does when an answer
+        begins. With `strict` they are refused. A `format` that llguidance doesn't know is an
+        annotation.
+
+        Raises `InvalidInput` for what is not JSON, and with `strict` for such keywords.
         """
         if not isinstance(schema, str | Mapping):
             raise InvalidInput(f"json_schema={schema!r}: must be a mapping, or a schema as text")
         try:
-            text = json.dumps(json.loads(schema) if isinstance(schema, str) else dict(schema))
+            given = json.loads(schema if isinstance(schema, str) else json.dumps(dict(schema)))
+            rewritten, left_out = enforceable(given)
+            text = json.dumps(rewritten)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidInput(f"json_schema: not JSON ({error})") from error
-        return cls("json_schema", text, any_whitespace)
+        notes = tuple(map(str, left_out))
+        if notes and strict:
+            named = ", ".join(notes[:MOST_NAMED]) + ", …" * (len(notes) > MOST_NAMED)
+            raise InvalidInput(
+                f"json_schema: {named}: answers can't be held to it: leave it out, or leave out "
+                "strict"
+            )
+        return cls("json_schema", text, any_whitespace, notes)
 
     @classmethod
     def json_object(cls, *, any_whitespace: bool = False) -> Grammar:

@@ -13,9 +13,9 @@ from typing import Any
 from quickbeam.engine.result import Completion, Logprob
 from quickbeam.engine.stream import Delta
 from quickbeam.llm import LLM
-from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve import convert
 from quickbeam.serve.admission import BYTES_A_TOKEN
+from quickbeam.serve.calls import ParsedCall, split
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import (
     ChatRequest,
@@ -28,7 +28,8 @@ from quickbeam.serve.messages import (
 )
 from quickbeam.serve.runner import AnsweredRequest, Json, Runner, Streams
 from quickbeam.serve.schemas import GenerationRequest, StreamOptions
-from quickbeam.serve.tools import ParsedCall, ToolUse, split, tool_use
+from quickbeam.serve.tools import ToolUse, tool_use
+from quickbeam.token_texts import TokenTexts
 
 # What stands before a prefix, between it and a suffix, and behind that, in the models that fill in.
 INFILL = (
@@ -42,8 +43,9 @@ LOWEST = -9999.0  # in place of minus infinity, which JSON does not have
 
 async def begin_chat(runner: Runner, request: ChatRequest) -> ChatCompletion:
     several, tokenizer = request.parallel_tool_calls, runner.llm.tokenizer
-    wanted = request.shown_tools, request.choice, several, tokenizer
-    calls = await asyncio.to_thread(tool_use, *wanted)
+    wanted = request.shown_tools, request.choice, several, request.grammars, tokenizer
+    with convert.named(request):
+        calls = await asyncio.to_thread(tool_use, *wanted)
     answers = await begin_conversation(runner, request, request, calls)
     return ChatCompletion(runner, request, answers, calls)
 
@@ -185,7 +187,8 @@ class ChatCompletion(Choices):
     ) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         super().__init__(runner, request, answers, "chatcmpl", kind)
-        self._parsers = [calls.parser() for _ in answers.streams]
+        tokenizer = runner.llm.tokenizer
+        self._parsers = [calls.parser(answers.prompts[0], tokenizer) for _ in answers.streams]
         self._called = [0] * len(answers.streams)  # tool calls of each answer that were sent
         self._tools = request.offered
         self._scored = bool(request.logprobs)

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from quickbeam.errors import InvalidInput, did_you_mean
+from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
-from quickbeam.serve.admission import TENANT
+from quickbeam.serve.admission import TENANT, Ticket
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import (
     Conversation,
@@ -67,7 +68,7 @@ async def begin(
             with runner.in_time(ticket):
                 prompts, lengths = await runner.tokenise(work, tokens, ticket.tenant)
             if params.grammar is not None:
-                await runner.compile_grammar(params.grammar, ticket)
+                await _compile(runner, params.grammar, tools or ToolUse(), ticket)
             # Each prompt gets a seed of its own. With a shared seed, the same prompt given twice
             # would see the same noise and get the same answer.
             given = getattr(request, "seeds", None)
@@ -84,6 +85,19 @@ async def begin(
                 for i in range(params.n):
                     jobs.append(Job(ids, others if i else own, {**options, "choice": i}))
             return Streams(await runner.begin(jobs, ticket), prompts, seeds)
+
+
+async def _compile(runner: Runner, grammar: Grammar, tools: ToolUse, ticket: Ticket) -> None:
+    """Compile a request's grammar. Raises `Refused` by a schema in it that can't be used."""
+    try:
+        await runner.compile_grammar(grammar, ticket)
+    except InvalidInput:
+        for field, schema in tools.schemas.items():
+            try:
+                await runner.compile_grammar(schema, ticket)
+            except InvalidInput as error:
+                raise Refused(f"{field}: {error}", field.partition(" ")[0]) from error
+        raise
 
 
 @contextmanager
@@ -127,6 +141,11 @@ def sampling(request: BaseRequest, tools: ToolUse, defaults: Mapping[str, Any]) 
         given["logit_bias"] = {int(name): bias for name, bias in request.logit_bias.items()}
     if tools.keeps_special:
         given["skip_special_tokens"] = False
+    grammar = tools.grammar
+    for param, make, value in () if grammar else request.grammars:
+        grammar = make(value)
+        for note in grammar.left_out:
+            request.ignore(f"{param} ({note})")
     # SamplingParams checks min_tokens against max_tokens. Where no limit is given, the real one is
     # set later, from the room in the context.
     length = request.length_limit[1]
@@ -134,7 +153,7 @@ def sampling(request: BaseRequest, tools: ToolUse, defaults: Mapping[str, Any]) 
         max_tokens=2**31 if length is None else length,
         logprobs=request.scores,
         prompt_logprobs=request.prompt_scores,
-        grammar=tools.grammar or next((one.make(one.value) for one in request.grammars), None),
+        grammar=grammar,
         **given,
     )
 

@@ -205,6 +205,8 @@ def ignored_tools(tools: Sequence[AnyTool] | None, where: str = "tools") -> Iter
 
 
 ToolMode = Literal["none", "auto", "required"]
+# fields that hold an answer to a schema, but not the tool calls that may come instead
+ANSWER_FORMATS = ("response_format", "text")
 
 
 class FunctionName(Body):
@@ -271,10 +273,10 @@ def check_tools(
         raise refuse("two have the same name", "tools")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         raise refuse(f"{choice.function.name!r} is not among the tools", "tool_choice")
-    if names and choice != "none" and grammars:
+    if names and choice != "none" and grammars and grammars[0].param not in ANSWER_FORMATS:
         raise refuse(
-            "an answer that keeps to a grammar can't call tools: leave it out, or give "
-            "tool_choice none",
+            f"an answer that keeps to a grammar can't call tools: leave it out, give a schema in "
+            f"{' or '.join(ANSWER_FORMATS)} instead, or give tool_choice none",
             grammars[0].param,
         )
 

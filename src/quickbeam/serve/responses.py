@@ -14,7 +14,8 @@ from typing_extensions import Self
 
 from quickbeam.aio import NOTHING
 from quickbeam.engine.result import Completion, Logprob
-from quickbeam.models.token_texts import TokenTexts
+from quickbeam.serve import convert
+from quickbeam.serve.calls import ParsedCall
 from quickbeam.serve.completions import begin_conversation, chat_logprobs
 from quickbeam.serve.errors import problem
 from quickbeam.serve.messages import (
@@ -45,7 +46,8 @@ from quickbeam.serve.schemas import (
     format_grammars,
     refuse,
 )
-from quickbeam.serve.tools import ParsedCall, ToolUse, tool_use
+from quickbeam.serve.tools import ToolUse, tool_use
+from quickbeam.token_texts import TokenTexts
 
 LOGPROBS = "message.output_text.logprobs"
 # what a response may include; there is no reasoning, so nothing of it is left out
@@ -258,10 +260,11 @@ ECHOED |= {"temperature": 1.0, "top_p": 1.0}
 
 
 async def begin(runner: Runner, request: ResponsesRequest) -> Responses:
-    conversation, tokenizer = request.conversation, runner.llm.tokenizer
-    wanted = request.shown_tools, request.choice, request.parallel_tool_calls, tokenizer
-    calls = await asyncio.to_thread(tool_use, *wanted)
-    answers = await begin_conversation(runner, request, conversation, calls)
+    several, tokenizer = request.parallel_tool_calls, runner.llm.tokenizer
+    wanted = request.shown_tools, request.choice, several, request.grammars, tokenizer
+    with convert.named(request):
+        calls = await asyncio.to_thread(tool_use, *wanted)
+    answers = await begin_conversation(runner, request, request.conversation, calls)
     return Responses(runner, request, answers, calls)
 
 
@@ -272,7 +275,7 @@ class Responses(AnsweredRequest):
         self, runner: Runner, request: ResponsesRequest, answers: Streams, calls: ToolUse
     ) -> None:
         self.answers, self._runner, self._request = answers, runner, request
-        self._parser = calls.parser()
+        self._parser = calls.parser(answers.prompts[0], runner.llm.tokenizer)
         scored = request.scores is not None
         texts = TokenTexts(runner.llm.tokenizer) if scored else None
         self._items = Items(texts, request.offered)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import (
@@ -294,7 +295,7 @@ class Schema(Body):
     name: Annotated[str, Field(pattern=NAME)]
     description: str | None = None
     schema_: Object = Field(alias="schema")
-    strict: bool | None = None  # without effect: answers always follow the schema
+    strict: bool | None = None  # refuses what answers can't be held to, which is left out otherwise
 
 
 class JsonSchema(Body):
@@ -308,7 +309,8 @@ def format_grammars(
     """Return the grammar of a response format; none if any text will do."""
     form = given.json_schema if isinstance(given, JsonSchema) else given
     if isinstance(form, Schema):
-        return [GrammarField(param, Grammar.json_schema, form.schema_)]
+        make = partial(Grammar.json_schema, strict=bool(form.strict))
+        return [GrammarField(param, make, form.schema_)]
     return [GrammarField(param, any_object, True)] if form and form.type != "text" else []
 
 

@@ -44,7 +44,7 @@ Figures = dict[int, tuple[float, float]]
 class ShortlistTraining:
     """Makes a drafter's shortlist as `plan` says.
 
-    It reads the text in `out`, its drafter, and the target. `model`: None is the embedded default.
+    It reads the text in `out`, its drafter, and the target. `model`: None is the built-in default.
     Raises `InvalidInput` if the folder lacks one of them or they don't fit one another, and for
     sizes that are out of range.
     """

@@ -14,14 +14,11 @@ BYTES = {chr(byte): byte for byte in _OWN} | {chr(256 + i): byte for i, byte in 
 
 
 class TokenTexts:
-    """The bytes of each token of a vocabulary, as they stand in the middle of a text."""
+    """The bytes of each token of a vocabulary, as decoding shows them in the middle of a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known = {
-            token: str(added.content).encode()
-            for token, added in tokenizer.added_tokens_decoder.items()
-        }
+        self._known = dict[int, bytes]()
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token; none for an id without a token."""
@@ -38,7 +35,9 @@ class TokenTexts:
         if piece is None:
             return b""
         if self._byte_level:
-            return bytes(BYTES[character] for character in piece if character in BYTES)
+            if all(character in BYTES for character in piece):
+                return bytes(BYTES[character] for character in piece)
+            return str(piece).encode()  # an added token, whose text is written as it is
         if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
             return bytes([int(byte[1], 16)])
         return str(piece).replace("▁", " ").encode()
