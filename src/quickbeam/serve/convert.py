@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, first_line
 from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
@@ -86,16 +86,20 @@ async def begin(
 
 
 async def _compile(runner: Runner, grammar: Grammar, tools: ToolUse, ticket: Ticket) -> None:
-    """Compile a request's grammar. Raises `Refused` by a tool's schema that can't be used."""
+    """Compile a request's grammar. Raises `Refused` with the tool whose schema can't be used."""
     try:
         await runner.compile_grammar(grammar, ticket)
-    except InvalidInput:
+    except InvalidInput as failed:
+        if not tools.arguments:
+            raise
         for tool, arguments in tools.arguments.items():
             try:
                 await runner.compile_grammar(arguments, ticket)
             except InvalidInput as error:
                 raise Refused(f"{tool}: {error}", tool.partition(" ")[0]) from error
-        raise
+        # only together: what llguidance says further quotes a grammar that no client has written
+        why = first_line(failed).removeprefix("lark: ")
+        raise Refused(f"tools: no grammar of calls of all of them: {why}", "tools") from failed
 
 
 @contextmanager
