@@ -6,6 +6,7 @@ import logging
 import random
 import re
 from pathlib import Path
+from threading import current_thread
 
 import jsonschema
 import pytest
@@ -351,6 +352,18 @@ HEADER = "x-quickbeam-ignored"
 def form(schema, strict=None):
     own = {"name": "x", "schema": schema} | ({} if strict is None else {"strict": strict})
     return {"type": "json_schema", "json_schema": own}
+
+
+def test_a_served_schema_is_read_in_a_thread_beside_the_servers(scripted, monkeypatch):
+    threads = list[str]()
+    before(
+        monkeypatch, Grammar, "json_schema", lambda *_, **__: threads.append(current_thread().name)
+    )
+    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": form(UNIQUE)}
+    good(ask(scripted, "/v1/chat/completions", body))
+    tool = {"type": "function", "function": {"name": "f", "parameters": UNIQUE}}
+    ask(scripted, "/v1/chat/completions", body | {"tools": [tool], "tool_choice": "required"})
+    assert threads and all(name.startswith("asyncio_") for name in threads)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
