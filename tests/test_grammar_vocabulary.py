@@ -242,7 +242,8 @@ def test_ids_in_any_number_and_of_any_size_take_little_time():
 
 
 @pytest.mark.parametrize(
-    "text", ["<[" * 200_000, '"\\' * 200_000, "/\\" * 200_000, "%json [" * 90_000]
+    "text",
+    ["<[" * 200_000, '"\\' * 200_000, "/\\" * 200_000, "%json [" * 90_000, "/" + "\\p{" * 200_000],
 )
 def test_reading_a_source_takes_time_in_proportion_to_it(text):
     read_lark(text)

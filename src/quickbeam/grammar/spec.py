@@ -25,7 +25,8 @@ class Grammar:
     - `kind`: one of `KINDS`.
     - `text`: the schema, expression or grammar.
     - `any_whitespace`: for JSON; see `json_schema`.
-    - `left_out`: what of a schema answers are not held to: `uniqueItems at #/properties/tags`.
+    - `left_out`: what of a schema answers are not held to: `uniqueItems at #/properties/tags`; at
+      most 100 notes.
 
     Raises `InvalidInput` for an unknown kind, and if `text` is not text.
     """
@@ -67,14 +68,13 @@ class Grammar:
             text = json.dumps(rewritten)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidInput(f"json_schema: not JSON ({error})") from error
-        notes = tuple(map(str, left_out))
-        if notes and strict:
-            named = ", ".join(notes[:MOST_NAMED]) + ", …" * (len(notes) > MOST_NAMED)
+        if left_out and strict:
+            named = ", ".join(left_out[:MOST_NAMED]) + ", …" * (len(left_out) > MOST_NAMED)
             raise InvalidInput(
                 f"json_schema: {named}: answers can't be held to it: leave it out, or leave out "
                 "strict"
             )
-        return cls("json_schema", text, any_whitespace, notes)
+        return cls("json_schema", text, any_whitespace, tuple(left_out))
 
     @classmethod
     def json_object(cls, *, any_whitespace: bool = False) -> Grammar:

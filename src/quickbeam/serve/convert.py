@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -62,7 +63,8 @@ async def begin(
             )
         if tokens > LONG * request.count * (room := runner.llm.room(0)):  # not worth tokenising
             raise too_long(room, f"and about {tokens} can't fit: shorten it", request.prompt_field)
-        params = sampling(request, tools or ToolUse(), runner.defaults)
+        # in a thread: a schema may be large
+        params = await asyncio.to_thread(sampling, request, tools or ToolUse(), runner.defaults)
         with runner.gate.enter(tokens, request.count * params.n, TENANT.get()) as ticket:
             work = partial(_encode_prompts, runner.llm, request, encode)
             with runner.in_time(ticket):

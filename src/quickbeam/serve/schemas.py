@@ -220,7 +220,7 @@ class BaseRequest(Root):
     store: bool | None = None
     moderation: Object | None = None
 
-    _ignored: list[str] = PrivateAttr(default_factory=list)
+    _ignored: dict[str, None] = PrivateAttr(default_factory=dict)
 
     def ignore(self, note: str) -> None:
         """Note something that the request asks for and that its answer goes without.
@@ -230,8 +230,7 @@ class BaseRequest(Root):
         answer begins. A note is the name of a field, as in errors (`truncation`), and what of it is
         left out, in parentheses: `tools[3] (web_search)`. The same note twice is one.
         """
-        if note not in self._ignored:
-            self._ignored.append(note)
+        self._ignored[note] = None
 
     def ignore_unless(self, field: str, value: object, *served: object) -> None:
         """Note a field with a value, unless it is one of those `served`."""
