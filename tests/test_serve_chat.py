@@ -232,6 +232,10 @@ PAST = [  # a message as clients send it back, and what the template shows
     ({**ASSISTANT, **past_call()}, "[assistant||f({})]"),
     ({**ASSISTANT, **past_call(arguments="[3]")}, '[assistant||f({"arguments": [3]})]'),
     ({**ASSISTANT, **past_call(arguments="{x")}, '[assistant||f({"arguments": "{x"})]'),
+    (  # half of a character
+        {**ASSISTANT, **past_call(arguments='{"x": "\\ud83d"}')},
+        r'[assistant||f({"arguments": "{\"x\": \"\\ud83d\"}"})]',
+    ),
     ({**TOOL, "content": []}, "[tool|]"),
     ({**TOOL, "content": None}, "[tool|]"),
     ({**TOOL, "content": "4", "is_error": False}, "[tool|4]"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
+
+from pydantic_core import from_json
 
 from quickbeam.errors import InvalidInput, did_you_mean, first_line
 from quickbeam.grammar.spec import Grammar
@@ -235,11 +236,12 @@ def arguments_object(arguments: str) -> dict[str, Any]:
     """Return the arguments of an earlier call as an object, which chat templates need.
 
     Models make mistakes, and a history is what it is: what is no object becomes the only member
-    of one, `arguments`. Nothing, and null, are an object without members.
+    of one, `arguments`, and so does what no template can write: halves of surrogate pairs, and
+    what nests too deep. Nothing, and null, are an object without members.
     """
     try:
-        value = json.loads(arguments.strip() or "null")
-    except (ValueError, RecursionError):
+        value = from_json(arguments.strip() or "null")
+    except ValueError:
         value = arguments
     if value is None:
         return {}
