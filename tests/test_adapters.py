@@ -221,6 +221,15 @@ def test_shapes_of_another_model_and_weights_in_few_bits_are_refused(base, tmp_p
     tensors = {name: torch.randn(4, 4) for name in matrices()}
     for load in (opened, by_transformers):
         refuses(r"shape \[4, 4\]", load, write(tmp_path / "adapter", base, tensors))
+    for rank in (0, 3):
+        other = matrices() | {
+            f"base_model.model.{Q}.lora_A.weight": torch.randn(rank, SIZES[Q][1]),
+        }
+        words = rf"matrices B and A of {Q} have shapes \[32, 4\] and \[{rank}, 32\]"
+        for load in (opened, by_transformers):
+            refuses(words, load, write(tmp_path / "adapter", base, other))
+    for load in (opened, by_transformers):
+        refuses("holds no tensors", load, write(tmp_path / "adapter", base, {}))
     (tmp_path / "adapter" / WEIGHTS).unlink()
     refuses("no adapter_model.safetensors", opened, tmp_path / "adapter")
 

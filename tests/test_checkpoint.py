@@ -80,6 +80,16 @@ def test_a_model_without_its_head_and_with_tensors_of_another_type(tmp_path):
     assert torch.equal(checkpoint("lm_head.weight"), rows)
 
 
+def test_a_tied_model_may_be_stored_with_its_head_alone(tmp_path):
+    model = made("llama", torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    configure(tmp_path, tie_word_embeddings=True)
+    rewrite(tmp_path, {"model.embed_tokens.weight": None})
+    checkpoint = Checkpoint(tmp_path, torch.bfloat16)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(checkpoint(name), model.lm_head.weight)
+
+
 def test_a_configuration_of_another_version_is_filled_in_once(tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     sizes = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}
@@ -356,6 +366,10 @@ def test_weights_in_few_bits_are_never_read_as_plain_ones(tmp_path):
         rewrite(tmp_path, {f"{at}.{part}": torch.ones(3)})
         refuses(f"hold {at}.{part}.*no quantization_config", Checkpoint, tmp_path, None)
         rewrite(tmp_path, {f"{at}.{part}": None})
+    for dtype in (torch.int8, torch.uint8):
+        rewrite(tmp_path, {f"{at}.weight": torch.ones(48, 32, dtype=dtype)})
+        words = f"hold {at}.weight as integers .*no quantization_config"
+        refuses(words, Checkpoint, tmp_path, None)
     weight = {f"{at}.weight": None, f"{at}.qweight": torch.ones(3, dtype=torch.int32)}
     rewrite(tmp_path, weight)
     refuses(f"hold {at}.qweight.*no quantization_config", Checkpoint, tmp_path, None)

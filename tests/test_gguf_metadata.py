@@ -337,6 +337,9 @@ def test_a_model_in_several_files_is_read_from_all_of_them(cache, tmp_path):
         assert answers[0].token_ids == answers[1].token_ids
     assert far(first, model) < 0.05
     refuses(rf"is part 2 of .*give {first.name}", LLM, str(others[0]))
+    (tmp_path / "other.gguf").write_bytes(others[0].read_bytes())
+    words = r"other\.gguf is part 2 of .* by its metadata: give the first one"
+    refuses(words, LLM, str(tmp_path / "other.gguf"))
     content = others[1].read_bytes()
     others[1].unlink()
     refuses(f"beside it there is no {others[1].name}", LLM, str(first))
@@ -356,6 +359,22 @@ def test_a_big_endian_file_says_so(tmp_path):
     refuses(r"x\.gguf is big-endian.*gguf_convert_endian", LLM, str(file))
     with pytest.raises(InvalidInput, match="big-endian"):
         hub.converted(file)
+
+
+def test_layers_behind_those_of_the_metadata_are_left_out_with_a_word(tmp_path, caplog):
+    def change(own, data):
+        return {own: data} | ({own.replace("blk.2.", "blk.3."): data} if "blk.2." in own else {})
+
+    file = write(tmp_path / "x.gguf", "llama", model_of("llama"), change=change)
+    assert distance(file, model_of("llama")) < 2e-4
+    assert "blk.3.attn_k.weight" in caplog.text and "behind the 3 layers" in caplog.text
+
+
+def test_an_alignment_that_can_not_be_is_refused(tmp_path):
+    for size in (0, 3):
+        keys = {"general.alignment": size}
+        file = write(tmp_path / "x.gguf", "llama", model_of("llama"), keys=keys)
+        refuses(f"general.alignment is {size}, which is no power of 2", LLM, str(file))
 
 
 def test_a_tensor_that_nobody_reads_is_refused(tmp_path):

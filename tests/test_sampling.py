@@ -155,9 +155,9 @@ def test_bias_bans_and_forces_tokens():
     assert forced.best(logits) == 0 and forced.probs(logits).tolist() == [1, 0, 0]
     adjusted = Sampler(SamplingParams(logit_bias={0: 0.001}), [], 3).process(logits)
     assert adjusted.tolist() == pytest.approx([1.001, 2.0, 3.0]) and logits[0] == 1
-    with pytest.raises(InvalidInput, match=r"token 12: must be ids from 0 to 11"):
+    with pytest.raises(InvalidInput, match="logit_bias=12: must be ids from 0 to 11"):
         Sampler(SamplingParams(logit_bias={12: 1.0}), [], 12)
-    with pytest.raises(InvalidInput, match=r"stop_token_ids names token 12: must be ids from 0"):
+    with pytest.raises(InvalidInput, match="stop_token_ids=12: must be ids from 0"):
         Sampler(SamplingParams(stop_token_ids=[3, 12]), [], 12)
     with pytest.raises(InvalidInput, match="ban all 2 tokens"):
         Sampler(SamplingParams(logit_bias={0: -math.inf, 1: -math.inf}), [], 2)

@@ -118,8 +118,14 @@ def on_this_machine(model: str) -> Path | None:
 def check_source(model: str) -> None:
     """Raise `InvalidInput` for a folder or file that is not there, or that holds no model.
 
-    Any other name passes: a built-in model's, or what may be a Hugging Face id.
+    An empty name is refused, too. Any other passes: a built-in model's, or what may be a Hugging
+    Face id.
     """
+    if not model.strip():  # as of a script's variable that is not set
+        raise InvalidInput(
+            "the name of a model is empty: give a folder, a .gguf file or a Hugging Face id, or "
+            "leave the option out"
+        )
     path = Path(model).expanduser()
     if model in EMBEDDED or model == MTP:
         return

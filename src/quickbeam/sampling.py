@@ -119,7 +119,7 @@ class Sampler:
             outside = [token for token in getattr(params, name) if not 0 <= token < vocab_size]
             if outside:
                 raise InvalidInput(
-                    f"{name} names token {outside[0]}: must be ids from 0 to "
+                    f"{name}={outside[0]}: must be ids from 0 to "
                     f"{vocab_size - 1}, this model's vocabulary"
                 )
         self.params, self.vocab_size, self.grammar = params, vocab_size, grammar

@@ -41,7 +41,7 @@ class Commands(TyperGroup):
             if usage is None and os.environ.get("QUICKBEAM_DEBUG"):
                 raise
             code = 2 if usage or isinstance(error, InvalidInput) else 1
-            text = usage() if usage else describe(error)
+            text = usage().replace("Value error, ", "") if usage else describe(error)
             print(f"error: {' '.join(text.split())}", file=sys.stderr)
         sys.exit(code if isinstance(code, int) else 0)
 

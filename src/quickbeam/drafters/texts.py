@@ -159,7 +159,9 @@ class AnswerMemory:
         if size > psutil.virtual_memory().total:
             raise InvalidInput(f"a memory of answers of {size} bytes: more than this machine has")
         if keep is not None and not keep.parent.is_dir():
-            raise InvalidInput(f"keep {keep}: there is no folder {keep.parent}; make it first")
+            raise InvalidInput(
+                f"keep={str(keep)!r}: there is no folder {keep.parent}; make it first"
+            )
         self._tokens, self._keep, self._model = size // TOKEN_BYTES, keep, model
         self._texts = OrderedDict[Hashable, Texts]()
         self._forgotten = False  # whether the file may hold more than what is here

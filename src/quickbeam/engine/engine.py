@@ -94,8 +94,8 @@ class Engine:
             if prompt + most > limit:
                 raise InvalidInput(
                     f"a prompt of {prompt} tokens and max_tokens={most} exceed {what} of {limit} "
-                    f"tokens: shorten the prompt, lower max_tokens (at most "
-                    f"{max(0, limit - prompt)} tokens fit){advice}"
+                    f"tokens: shorten the prompt, ask for fewer tokens (at most "
+                    f"{max(0, limit - prompt)} fit){advice}"
                 )
         return sequence
 

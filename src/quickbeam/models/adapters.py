@@ -163,9 +163,20 @@ class Adapter:
                 raise InvalidInput(f"its adapter holds {stored}, which is not read: {MERGE}")
             else:
                 self._whole[name] = tensor
+        if not tensors:
+            raise InvalidInput(
+                f"its adapter ({self.folder}) holds no tensors, so it would change nothing: save "
+                "or download it again"
+            )
         for module, pair in pairs.items():
             if pair.keys() != {"A", "B"} or any(one.dim() != 2 for one in pair.values()):
                 raise InvalidInput(f"its adapter holds no matrices A and B of {module}: {MERGE}")
+            if len(pair["A"]) != pair["B"].shape[1] or not len(pair["A"]):
+                shapes = " and ".join(str(list(pair[part].shape)) for part in "BA")
+                raise InvalidInput(
+                    f"its adapter's matrices B and A of {module} have shapes {shapes}, which "
+                    "can't be multiplied: save or download the adapter again"
+                )
             self._low_rank[f"{module}.weight"] = LowRank(
                 a=pair["A"],
                 b=pair["B"],

@@ -53,6 +53,7 @@ UNWANTED = ("original/*", "consolidated*", "onnx/*", "metal/*")  # other forms o
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NUMBERS = {"BF16", "F16", "F32"}
 CONVERTED = {"F64", "F8_E4M3", "F8_E5M2"}  # read as well, with a word
+INTEGERS = {"U8", "I8", "I16", "I32", "I64"}  # of weights in few bits
 WHOLE = "5."  # versions of transformers whose configurations say all that a family reads
 # what they say in `rope_parameters`
 EARLIER = {"rope_scaling", "partial_rotary_factor", "rotary_pct", "rope_theta"}
@@ -238,8 +239,10 @@ class Checkpoint(Parameters):
         (head,), wanted = {one.name for one in stack.head.weights}, names(stack)
         config, parts = self.config, self.config.whole_type != self.config.model_type
         named = own_names(self._files.names, config.model_type, stack.embedding, head, parts)
-        if config.tie_word_embeddings and head not in named and stack.embedding in named:
-            named[head] = named[stack.embedding]
+        if config.tie_word_embeddings:  # either name may stand for both
+            tied = named.get(stack.embedding) or named.get(head)
+            if tied is not None:
+                named = {stack.embedding: tied, head: tied} | named
 
         width = config.hidden_size if config.model_type in TRANSPOSED else None
         places = {name: located(name, named, self._files, self._method, width) for name in wanted}
@@ -289,9 +292,17 @@ class Checkpoint(Parameters):
         """Raise `NotDescribed` for tensors of a type that is not read.
 
         `in_blocks`: whether other tensors are in blocks; then float8 numbers should be as well,
-        with scales, and `InvalidInput` is raised.
+        with scales, and `InvalidInput` is raised. It is also raised for integers where the
+        configuration doesn't say what they stand for.
         """
         kinds = {name: self._files.kind(name) for name in read}
+        integers = sorted(name for name, kind in kinds.items() if kind in INTEGERS)
+        if integers and self._method is None:
+            raise InvalidInput(
+                f"its files hold {some_of(integers)} as integers ({kinds[integers[0]]}), as "
+                "quantised weights are, and its config.json has no quantization_config: download "
+                "config.json again, or take the unquantised weights"
+            )
         if odd := {*kinds.values()} - NUMBERS - CONVERTED:
             raise NotDescribed(f"its files hold numbers of type {', '.join(sorted(odd))}")
         converted = {name: kind for name, kind in kinds.items() if kind in CONVERTED}

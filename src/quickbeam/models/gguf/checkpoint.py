@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quickbeam.errors import InvalidInput, refuse_incomplete
+from quickbeam.errors import InvalidInput, refuse_incomplete, some_of
 from quickbeam.models.angles import hold
 from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.families import stack_of
@@ -24,6 +25,8 @@ from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows, wit
 from quickbeam.models.shapes import check_shapes, expected, refuse_shared_experts
 from quickbeam.models.stack import LinearAttention, Stack
 from quickbeam.models.stack_tensors import Parameters, experts, names, norms
+
+logger = logging.getLogger(__name__)
 
 SAMPLED = {
     "temp": "temperature",
@@ -177,6 +180,7 @@ class GgufCheckpoint(GgufParameters):
         not whole, or has weights in other formats."""
         self.path, file, dtype = path, GgufFile(path), dtype or torch.bfloat16
         name, fields = architecture_of(file)
+        self._architecture = name
         config: Any = ModelConfig(fields)
         hold(config)
         stack: Stack = stack_of(config, dtype)
@@ -202,10 +206,19 @@ class GgufCheckpoint(GgufParameters):
         read.update(one for name in self.stack.unread if (one := stored_name(name)) is not None)
         odd, layers = self.file.tensors.keys() - read - set(ANGLES), self.config.num_hidden_layers
         odd = {one for one in odd if not one.startswith(BESIDE_TEXT)}
-        if odd := {one for one in odd if not is_behind(one, layers)}:
+        behind = {one for one in odd if is_behind(one, layers)}
+        if odd := odd - behind:
             raise InvalidInput(
                 f"the file holds {min(odd)}, which is not known here and may change answers: take "
                 "the model's folder instead"
+            )
+        heads = self.file.metadata.get(f"{self._architecture}.nextn_predict_layers", 0)
+        if more := {one for one in behind if is_behind(one, layers + heads)}:
+            logger.warning(
+                "%s: it holds %s, behind the %d layers that its metadata names: left out",
+                self.path,
+                some_of(more),
+                layers,
             )
         return stored
 

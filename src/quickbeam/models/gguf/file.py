@@ -74,7 +74,12 @@ class GgufFile:
         first, *others = (_Part(one) for one in parts_of(path))
         self.metadata, self.tensors = first.metadata, first.tensors
         self._parts = dict.fromkeys(first.tensors, first)
-        count = self.metadata.get("split.count", 0)
+        count, number = self._count("split.count"), self._count("split.no")
+        if number > 0:
+            raise InvalidInput(
+                f"{path} is part {number + 1} of {count} files of a model by its metadata: give "
+                "the first one, and the files the names that they had"
+            )
         if count > 1 and len(others) + 1 != count:
             raise InvalidInput(
                 f"{path} is the first of {count} files of a model: give them their names again, "
@@ -85,6 +90,11 @@ class GgufFile:
                 raise InvalidInput(f"{part.path} holds {min(twice)} once more: download it again")
             self.tensors |= part.tensors
             self._parts |= dict.fromkeys(part.tensors, part)
+
+    def _count(self, key: str) -> int:
+        """Return a whole number of the metadata; 0 where there is none."""
+        value = self.metadata.get(key)
+        return value if isinstance(value, int) else 0
 
     def __getitem__(self, name: str) -> Weight:
         """Return a tensor as it is stored: blocks, or numbers. Mapped, not read."""
@@ -159,6 +169,8 @@ class _Part:
             self.metadata[key] = self._value(self._number("I"))
         headers = [self._about() for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", 32)
+        if alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"general.alignment is {alignment}, which is no power of 2")
         begin = -(-self._at // alignment) * alignment
         for name, kind, shape, offset in headers:
             self.tensors[name] = self._placed(name, kind, shape, begin + offset)
