@@ -1,7 +1,7 @@
 """An architecture as data: what a model computes, and where its tensors are.
 
 `families` make a `Stack` from a configuration, `compiled.py` makes a program of kernels from it,
-and `tests/interpreter.py` runs it in plain PyTorch.
+and `torch/network.py` runs it in plain PyTorch.
 """
 
 from __future__ import annotations

@@ -1,0 +1,93 @@
+"""Attention of a pass's rows over pages of keys and values: the reference."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from quickbeam.models.torch.pages import RowPool
+from quickbeam.models.torch.parts import soft_cap
+from quickbeam.models.torch.rows import PassRows
+
+BLOCK = 64  # rows whose keys are gathered at a time
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """What attention needs to know of one layer besides its keys and values.
+
+    `index`: the number of the layer whose keys and values are read. `scaling`: the factor of its
+    scores. `window`: tokens of its sliding window, `softcap`: the cap of its scores; None for none.
+    `causal`: rows see no keys of later positions, whatever the pass says.
+    """
+
+    index: int
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    causal: bool = False
+
+
+def write(
+    pool: RowPool, rows: PassRows, layer: int, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Write the rows' keys and values `[n, kv_heads, dim]` of a layer to the pool."""
+    pool.key[layer].index_copy_(0, rows.written, key.to(pool.dtype))
+    pool.value[layer].index_copy_(0, rows.written, value.to(pool.dtype))
+
+
+def attention_on(device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return the function that does what `attend` does on a device.
+
+    On CUDA these are Triton's kernels, where Triton is installed.
+    """
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return attend
+    from quickbeam.models.torch import fused_attention
+
+    return fused_attention.attend
+
+
+def attend(
+    pool: RowPool,
+    rows: PassRows,
+    params: AttentionParams,
+    query: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what the rows read: `[n, heads, key_dim]` to `[n, heads * value_dim]` float32.
+
+    `sinks`: a logit of each head that no value belongs to, `[heads]` (2508.10925).
+    """
+    key, value = pool.key[params.index], pool.value[params.index]
+    visible = rows.visible(params.window, params.causal)
+    blocks = zip(*(torch.split(one, BLOCK) for one in (query, rows.keys, visible)), strict=True)
+    return torch.cat(
+        [
+            _attend(query, key[keys].float(), value[keys].float(), seen, params, sinks)
+            for query, keys, seen in blocks
+        ]
+    )
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    params: AttentionParams,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend with the keys and values of each row, `[n, K, kv_heads, dim]`; `visible`: `[n, K]`."""
+    grouped = torch.unflatten(query.float(), 1, (key.shape[2], -1))  # [n, kv_heads, group, dim]
+    score = torch.einsum("nhgd,nkhd->nhgk", grouped, key) * params.scaling
+    score = soft_cap(score, params.softcap)
+    score = score.masked_fill(~visible[:, None, None], -torch.inf)
+    if sinks is not None:
+        of_heads = sinks.float().view(1, key.shape[2], -1, 1).expand(len(score), -1, -1, -1)
+        score = torch.cat([score, of_heads], -1)
+    weight = score.softmax(-1)[..., : key.shape[1]]
+    return torch.einsum("nhgk,nkhd->nhgd", weight, value).flatten(1)
