@@ -213,6 +213,9 @@ def test_schemas_of_one_value_are_never_said_to_exclude_each_other(one, other, v
 
 PATTERNS = [
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$",
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,1}|(?=[\d.]{1,4}0*$)\d{0,1}\.\d{0,2}0*$)",
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,2}|(?=[\d.]{1,3}0*$)\d*\.\d*0*$)",
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,0}|(?=[\d.]{1,4}0*$)\d{0,0}\.\d{0,5}0*$)",
     r"^(?!\.)(?!.*\.\.)[ab.]*[ab]@(?:[ab]+\.)+[ab]{2,}$",
     r"^(?=.{1,4}\.?$)[ab]+(\.[ab]+)*\.?$",
     r"^(?=.*[A-Z])(?=.*\d)[A-Za-z\d]{3,}$",
@@ -238,7 +241,8 @@ def test_look_around_that_excludes_characters_or_a_length_is_said_otherwise(patt
     rng = random.Random(0)
     short = itertools.chain(*(itertools.product("ab.-", repeat=n) for n in range(5)))
     long = ([rng.choice("ab.-+1A @") for _ in range(rng.randrange(9))] for _ in range(2000))
-    for text in map("".join, itertools.chain(short, long)):
+    numbers = itertools.chain(*(itertools.product("01.", repeat=n) for n in range(8)))
+    for text in map("".join, itertools.chain(short, long, numbers)):
         expected = re.search(pattern, text) is not None
         found = all(re.search(one, text) for one in rewritten.patterns)
         assert found == expected, text

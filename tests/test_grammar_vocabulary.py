@@ -235,6 +235,12 @@ def test_a_lark_source_is_read_as_llguidance_reads_it():
     assert not source.takes_others and read_lark("start: <[^5]>").takes_others
 
 
+def test_ids_in_any_number_and_of_any_size_take_little_time():
+    many = ",".join(f"{i}-999999999" for i in range(50_000))
+    lark = Grammar.lark(f"start: <[{many}]> <[{'9' * 5000}]>")
+    refuses("lark: ", compiler("qwen").compile, lark)
+
+
 @pytest.mark.parametrize(
     "text", ["<[" * 200_000, '"\\' * 200_000, "/\\" * 200_000, "%json [" * 90_000]
 )

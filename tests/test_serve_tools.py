@@ -12,7 +12,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from cases import examples, refuses
-from quickbeam import LLM
+from quickbeam import LLM, InvalidInput
 from quickbeam.grammar.spec import Grammar
 from quickbeam.serve import tools as calling
 from quickbeam.serve.app import IGNORED, ignored_header
@@ -588,6 +588,16 @@ def test_an_error_in_a_tools_schema_names_the_tool_and_quotes_no_grammar_of_ours
     message = refused(response, "tools[1].function.parameters")
     assert "(g): json_schema: Invalid type: strnig" in message
     assert "lark" not in message and "arguments1" not in message
+
+
+def test_an_error_of_all_tools_together_quotes_no_grammar_of_ours(scripted, monkeypatch):
+    async def compile_grammar(grammar, ticket):
+        if grammar.kind == "lark":
+            raise InvalidInput("lark: at 3(1): too large\n  3 | arguments1: ...")
+
+    monkeypatch.setattr(scripted, "compile_grammar", compile_grammar)
+    message = refused(ask(scripted, PATH, body(tool_choice="required")), "tools")
+    assert message == "tools: no grammar of calls of all of them: at 3(1): too large"
 
 
 def test_the_header_of_what_is_left_out_is_short_plain_text():

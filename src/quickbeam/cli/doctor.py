@@ -233,7 +233,7 @@ class PullOptions:
         metadata={
             "argument": True,
             "metavar": "NAME",
-            "help": f"Embedded model to fetch, one of: {', '.join(hub.EMBEDDED)}.",
+            "help": f"Built-in model to fetch, one of: {', '.join(hub.EMBEDDED)}.",
         },
     )
     list: bool = field(default=False, metadata={"common": True})

@@ -113,10 +113,11 @@ class GrammarCompiler:
     def _named(self, source: LarkSource) -> frozenset[int]:
         """Return the ids that a grammar names, by their texts or as numbers."""
         vocabulary = self._vocabulary
-        named = {vocabulary.added[name] for name in source.names & vocabulary.added.keys()}
+        named = np.zeros(vocabulary.size, dtype=bool)
+        named[[vocabulary.added[name] for name in source.names & vocabulary.added.keys()]] = True
         for first, last in source.ids:
-            named.update(range(first, min(last + 1, vocabulary.size)))
-        return frozenset(named)
+            named[first : last + 1] = True
+        return frozenset(named.nonzero()[0].tolist())
 
     def _check_spelling(self, grammar: Grammar) -> None:
         """Raise `InvalidInput` if no tokens spell the texts that a grammar writes."""

@@ -148,12 +148,9 @@ def _change_pattern_properties(rewriter: _Rewriter, schema: Schema, place: str) 
     """
     properties, required = schema.get("properties", {}), schema.get("required", [])
     patterns = schema["patternProperties"]
-    kinds = (
-        isinstance(patterns, Mapping),
-        isinstance(properties, Mapping),
-        isinstance(required, list),
-    )
-    if not all(kinds):
+    if not isinstance(patterns, Mapping) or not isinstance(properties, Mapping):
+        return
+    if not isinstance(required, list):
         return
     named: Schema = dict(properties)
     left: Schema = {}
@@ -172,7 +169,7 @@ def _change_pattern_properties(rewriter: _Rewriter, schema: Schema, place: str) 
         elif others:
             left[_one_of(others)] = value
     schema["patternProperties"] = left
-    if len(named) > len(properties) or named != properties:
+    if named != properties:
         schema["properties"] = named
 
 
@@ -211,7 +208,7 @@ def _pattern_of_names(schema: Any) -> str | None:
     if any(keyword in schema for keyword in (*UNKNOWN, *LIST, "$ref")):
         return None
     match asked:
-        case {"enum": list(names), **rest} if not rest or rest.keys() == {"const"}:
+        case {"enum": list(names), **rest} if not rest:
             pass
         case {"const": name, **rest} if not rest:
             names = [name]
@@ -239,21 +236,22 @@ def _change_one_of(rewriter: _Rewriter, schema: Schema, place: str) -> None:
         return
     siblings = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
     pairs = itertools.combinations(options, 2)
-    budget = Budget(MOST_STEPS)
-    if not all(budget.fits_nothing(rewriter, [siblings, *pair]) for pair in pairs):
+    search = _ContradictionSearch(rewriter)
+    if not all(search.fits_nothing([siblings, *pair]) for pair in pairs):
         rewriter.note("oneOf", place)
     renamed = [("anyOf" if key == "oneOf" else key, value) for key, value in schema.items()]
     schema.clear()
     schema.update(renamed)
 
 
-class Budget:
-    """Looks for contradictions between schemas, for at most so many steps."""
+class _ContradictionSearch:
+    """Looks for contradictions between schemas, in at most `MOST_STEPS` steps."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, rewriter: _Rewriter) -> None:
+        self._rewriter = rewriter
+        self._steps = MOST_STEPS
 
-    def fits_nothing(self, rewriter: _Rewriter, schemas: list[Any]) -> bool:
+    def fits_nothing(self, schemas: list[Any]) -> bool:
         """Whether it is certain that no value fits all of these schemas."""
         self._steps -= 1
         if self._steps < 0:
@@ -261,7 +259,7 @@ class Budget:
         parts = list[Mapping[str, Any]]()
         waiting = list(schemas)
         while waiting and len(parts) < MOST_PARTS:
-            part = rewriter.resolved(waiting.pop())
+            part = self._rewriter.resolved(waiting.pop())
             if part is False:
                 return True
             if isinstance(part, Mapping):
@@ -278,12 +276,12 @@ class Budget:
             others += parts[i + 1 :]
             for keyword in ("anyOf", "oneOf"):
                 options = _list(part.get(keyword))
-                if options and all(self.fits_nothing(rewriter, [*others, one]) for one in options):
+                if options and all(self.fits_nothing([*others, one]) for one in options):
                     return True
         if any(_kinds(part) == {"object"} for part in parts):
             required = {name for part in parts for name in _list(part.get("required"), str)}
             for name in sorted(required):
-                if self.fits_nothing(rewriter, [_property(part, name) for part in parts]):
+                if self.fits_nothing([_property(part, name) for part in parts]):
                     return True
         return False
 

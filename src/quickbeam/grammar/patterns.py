@@ -20,6 +20,16 @@ ATOM = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+# a look-ahead for so many digits and a point, before zeros, and the number that must have them: as
+# pydantic writes it for a `Decimal`
+DECIMAL = re.compile(
+    r"""
+      \(\?=\[\\d\.\]\{1,(?P<most>\d{1,2})\}0\*\$\)
+      \\d (?: \* | \{0,(?P<whole>\d{1,2})\} )
+      \\\. \\d (?: \* | \{0,(?P<places>\d{1,2})\} ) 0\*
+    """,
+    re.VERBOSE,
+)
 LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
 BOUNDARIES = (r"\b", r"\B")
 ANY = (".*", r"[\s\S]*", r"[^]*")
@@ -46,6 +56,7 @@ def without_look_around(pattern: str) -> Rewritten | None:
     `(?<!…)$`) become expressions of their own where that is known how. All others are left out, and
     the boundaries of words. None for an expression with references to its groups.
     """
+    pattern = DECIMAL.sub(_decimal, pattern)
     atoms = ATOM.findall(pattern)
     if any(re.fullmatch(r"\\[1-9k].*", atom, re.DOTALL) for atom in atoms):
         return None
@@ -196,6 +207,15 @@ def _not_at_end(atoms: Sequence[str]) -> str | None:
     endings = (f"{negated[i]}{_text(atoms[i + 1 :])}" for i in range(len(atoms)))
     shorter = (f"^{_text(atoms[i:])}" for i in range(1, len(atoms) + 1))
     return f"(?:{'|'.join([*endings, *shorter])})$"
+
+
+def _decimal(found: re.Match[str]) -> str:
+    """Return an expression for a number whose digits before and after the point are counted."""
+    most = int(found["most"]) - 1
+    whole, places = int(found["whole"] or most), int(found["places"] or most)
+    counts = [(before, min(places, most - before)) for before in range(min(whole, most) + 1)]
+    numbers = [rf"\d{{0,{before}}}\.\d{{0,{after}}}0*" for before, after in counts]
+    return f"(?:{'|'.join(numbers)})"
 
 
 # --- parts of expressions ---

@@ -76,7 +76,7 @@ def read_lark(text: str) -> LarkSource:
                 break
         elif (ranges := found["ids"]) is not None:
             takes_others = takes_others or ranges.startswith(("^", "*"))
-            for first, last in re.findall(r"(\d+)(?:-(\d+))?", ranges):
+            for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", ranges):
                 ids.append((int(first), int(last or first)))
         elif (name := found["name"]) is not None:
             names.add(name)

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from quickbeam.errors import InvalidInput, did_you_mean
+from quickbeam.errors import InvalidInput, did_you_mean, first_line
 from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
@@ -91,13 +91,17 @@ async def _compile(runner: Runner, grammar: Grammar, tools: ToolUse, ticket: Tic
     """Compile a request's grammar. Raises `Refused` by a schema in it that can't be used."""
     try:
         await runner.compile_grammar(grammar, ticket)
-    except InvalidInput:
+    except InvalidInput as failed:
+        if not tools.schemas:
+            raise
         for field, schema in tools.schemas.items():
             try:
                 await runner.compile_grammar(schema, ticket)
             except InvalidInput as error:
                 raise Refused(f"{field}: {error}", field.partition(" ")[0]) from error
-        raise
+        # only together: what llguidance says further quotes a grammar that no client has written
+        why = first_line(failed).removeprefix("lark: ")
+        raise Refused(f"tools: no grammar of calls of all of them: {why}", "tools") from failed
 
 
 @contextmanager
