@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -64,13 +64,28 @@ def attend(
     """
     key, value = pool.key[params.index], pool.value[params.index]
     visible = rows.visible(params.window, params.causal)
-    blocks = zip(*(torch.split(one, BLOCK) for one in (query, rows.keys, visible)), strict=True)
-    return torch.cat(
-        [
-            _attend(query, key[keys].float(), value[keys].float(), seen, params, sinks)
-            for query, keys, seen in blocks
-        ]
-    )
+    results = []
+    for block, keys in _blocks(rows):
+        seen = visible[block, : keys.shape[-1]]
+        own = key[keys].float(), value[keys].float()
+        results.append(_attend(query[block], *own, seen, params, sinks))
+    return torch.cat(results)
+
+
+def _blocks(rows: PassRows) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield which rows attend together, and which rows of the pool they read.
+
+    These are `[n, K]`, or `[K]` for all rows of a text alike.
+    """
+    first = 0
+    for text in [*rows.texts, range(len(rows.positions), len(rows.positions))]:
+        for start in range(first, text.start, BLOCK):
+            stop = min(text.start, start + BLOCK)
+            yield slice(start, stop), rows.keys[start:stop]
+        for start in range(text.start, text.stop, BLOCK):
+            stop = min(text.stop, start + BLOCK)
+            yield slice(start, stop), rows.keys[stop - 1]
+        first = text.stop
 
 
 def _attend(
@@ -81,13 +96,18 @@ def _attend(
     params: AttentionParams,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend with the keys and values of each row, `[n, K, kv_heads, dim]`; `visible`: `[n, K]`."""
-    grouped = torch.unflatten(query.float(), 1, (key.shape[2], -1))  # [n, kv_heads, group, dim]
-    score = torch.einsum("nhgd,nkhd->nhgk", grouped, key) * params.scaling
+    """Attend with keys and values, `[n, K, kv_heads, dim]`, or `[K, kv_heads, dim]` for all rows.
+
+    `visible`: `[n, K]`.
+    """
+    kv_heads = key.shape[-2]
+    rows = "n" if key.dim() == 4 else ""
+    grouped = torch.unflatten(query.float(), 1, (kv_heads, -1))  # [n, kv_heads, group, dim]
+    score = torch.einsum(f"nhgd,{rows}khd->nhgk", grouped, key) * params.scaling
     score = soft_cap(score, params.softcap)
     score = score.masked_fill(~visible[:, None, None], -torch.inf)
     if sinks is not None:
-        of_heads = sinks.float().view(1, key.shape[2], -1, 1).expand(len(score), -1, -1, -1)
+        of_heads = sinks.float().view(1, kv_heads, -1, 1).expand(len(score), -1, -1, -1)
         score = torch.cat([score, of_heads], -1)
-    weight = score.softmax(-1)[..., : key.shape[1]]
-    return torch.einsum("nhgk,nkhd->nhgd", weight, value).flatten(1)
+    weight = score.softmax(-1)[..., : visible.shape[-1]]
+    return torch.einsum(f"nhgk,{rows}khd->nhgd", weight, value).flatten(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -100,7 +100,8 @@ class PassRows:
     the rows after which logits are wanted. `pages` `[S, P]`: the sequences' pages. `path` `[n, D]`:
     the rows of the pool with the keys that a row sees behind those in pages.
 
-    `page`: tokens of a page. `recurrent_calls`: of recurrent layers.
+    `page`: tokens of a page. `recurrent_calls`: of recurrent layers. `texts`: which rows are texts,
+    of which each row sees what the one before it sees; a pass of padded sizes names none.
     """
 
     tokens: torch.Tensor
@@ -113,21 +114,19 @@ class PassRows:
     pages: torch.Tensor
     path: torch.Tensor
     page: int
-    recurrent_calls: list[RecurrentCall] = field(default_factory=list)
+    recurrent_calls: Sequence[RecurrentCall] = ()
+    texts: Sequence[range] = ()
 
     @classmethod
-    def of(
-        cls,
-        numbers: torch.Tensor,
-        sizes: PassSizes,
-        page: int,
-        recurrent_calls: list[RecurrentCall] | None = None,
-    ) -> PassRows:
-        """Return the rows that `ListedRows.numbers` stand for, once they are on the device."""
+    def of(cls, numbers: torch.Tensor, sizes: PassSizes, page: int, **more: Any) -> PassRows:
+        """Return the rows that `ListedRows.numbers` stand for, once they are on the device.
+
+        `more`: fields that are no tensors.
+        """
         pieces = numbers.split_with_sizes([math.prod(shape) for shape in sizes.shapes])
         tensors = [piece.view(shape) for piece, shape in zip(pieces, sizes.shapes, strict=True)]
         named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
-        return cls(**named, page=page, recurrent_calls=recurrent_calls or [])
+        return cls(**named, page=page, **more)
 
     @cached_property
     def is_padding(self) -> torch.Tensor:
@@ -164,18 +163,23 @@ class PassRows:
 class ListedRows(NamedTuple):
     """The rows of a pass on the host.
 
-    `numbers`: those of `TENSORS`, one after the other, int64. `page` and
-    `recurrent_calls`: as there.
+    `numbers`: those of `TENSORS`, one after the other, int64. Others are as there.
     """
 
     numbers: np.ndarray
     sizes: PassSizes
     page: int
-    recurrent_calls: list[RecurrentCall]
+    recurrent_calls: Sequence[RecurrentCall]
+    texts: Sequence[range]
 
     def to(self, device: torch.device) -> PassRows:
-        numbers = to_device(self.numbers, device)
-        return PassRows.of(numbers, self.sizes, self.page, self.recurrent_calls)
+        return PassRows.of(
+            to_device(self.numbers, device),
+            self.sizes,
+            self.page,
+            recurrent_calls=self.recurrent_calls,
+            texts=self.texts,
+        )
 
 
 def next_power(number: int, least: int = 1) -> int:
@@ -214,7 +218,7 @@ def list_pass(
     ids[: len(tokens)] = tokens
     with_logits[: len(wanted)] = wanted
     written[:] = pool.page - 1  # where padding writes
-    first = 0
+    first, texts = 0, list[range]()
     for number, part in enumerate(parts):
         start, rows = part.cache.length, slice(first, first + part.rows)
         own = part.cache.rows(np.arange(start, totals[number]))
@@ -223,6 +227,7 @@ def list_pass(
         written[rows], sequence[rows] = own[part.base :], number
         if part.seen is None:
             committed[rows] = seen[rows] = positions[rows] + 1
+            texts.append(range(first, first + part.rows))
         else:
             committed[rows] = start
             seen[rows] = start + np.array([len(path) for path in part.seen], np.int64)
@@ -233,4 +238,4 @@ def list_pass(
     if pool.zeros:
         of_parts = [(p.cache.states, p.parents, p.base, len(p.depths)) for p in parts]
         calls = recurrent_calls(of_parts, pool.device)
-    return ListedRows(numbers, sizes, pool.page, calls)
+    return ListedRows(numbers, sizes, pool.page, calls, [] if padded else texts)
