@@ -16,7 +16,8 @@ from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Model, inference
 from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.models.native.operands import KVShape
-from quickbeam.models.torch.paged_attention import AttentionParams, attention_on, write
+from quickbeam.models.torch.attention import attention_on
+from quickbeam.models.torch.paged_attention import AttentionParams, write
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import PassRows
 from quickbeam.tree import TokenTree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,12 +11,24 @@ from torch import nn
 
 from quickbeam.models.stack import Attention, Latent, Norm, Rotary
 from quickbeam.models.stack_tensors import query_factors
-from quickbeam.models.torch.paged_attention import AttentionParams, write
+from quickbeam.models.torch.paged_attention import AttentionParams, attend, write
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.parts import Reader
 from quickbeam.models.torch.rows import PassRows
 
 Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, `[n, rotary_dim / 2]` each
+
+
+def attention_on(device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return the function that does what `attend` does on a device.
+
+    On CUDA these are Triton's kernels, where Triton is installed.
+    """
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return attend
+    from quickbeam.models.torch import fused_attention
+
+    return fused_attention.attend
 
 
 class PassInputs(NamedTuple):

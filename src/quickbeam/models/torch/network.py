@@ -12,14 +12,13 @@ from torch import nn
 from quickbeam.models.angles import angles_of
 from quickbeam.models.stack import Experts, Layer, PerLayerInput, PerLayerInputs, Stack
 from quickbeam.models.stack_tensors import Parameters
-from quickbeam.models.torch.attention import AttentionLayer, PassInputs
+from quickbeam.models.torch.attention import AttentionLayer, PassInputs, attention_on
 from quickbeam.models.torch.feed_forward import (
     ExpertsLayer,
     FeedForwardLayer,
     GroupedProduct,
     ParallelExpertsLayer,
 )
-from quickbeam.models.torch.paged_attention import attention_on
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.parts import ACTIVATIONS, Product, Reader, soft_cap
 from quickbeam.models.torch.recurrent import recurrent_layer

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -37,18 +36,6 @@ def write(
     """Write the rows' keys and values `[n, kv_heads, dim]` of a layer to the pool."""
     pool.key[layer].index_copy_(0, rows.written, key.to(pool.dtype))
     pool.value[layer].index_copy_(0, rows.written, value.to(pool.dtype))
-
-
-def attention_on(device: torch.device) -> Callable[..., torch.Tensor]:
-    """Return the function that does what `attend` does on a device.
-
-    On CUDA these are Triton's kernels, where Triton is installed.
-    """
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return attend
-    from quickbeam.models.torch import fused_attention
-
-    return fused_attention.attend
 
 
 def attend(
