@@ -20,9 +20,14 @@ from quickbeam.models.torch.rows import PassRows
 BLOCK = 64  # keys that are multiplied at a time
 CHUNK = 512  # keys that a program reads
 LEAST = 16  # rows and columns of a product, at least
+# compiled once a model, not anew for some sizes of a pass: neither for numbers that are 1 or divide
+# by 16, nor for tensors that begin at a multiple of 16 bytes
+NUMBERS = ["window", "pages_width", "path_width", "chunks"]
+TENSORS = ["sums", "maxima", "weights", "pages", "path", "sequence", "committed", "seen"]
+TENSORS += ["positions"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=TENSORS)
 def attend_chunk(
     query,
     key,
@@ -126,7 +131,10 @@ def attend_chunk(
     tl.store(weights + place, weight, mask=is_head)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["chunks"],
+    do_not_specialize_on_alignment=["sums", "maxima", "weights", "sinks", "out", "seen"],
+)
 def join_chunks(
     sums,
     maxima,
