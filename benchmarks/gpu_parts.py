@@ -456,7 +456,7 @@ def methods(given: Namespace, put: Put) -> None:
                     asked[: max(load, sizes.prompts)] if way == "graphs" else asked[: max(load, 2)]
                 )
                 row = measure_method(llm, way, name, own, load, params, alone)
-                found.append(row | {"": over(row, found)})
+                found.append(row | {"over ar": over(row, found)})
                 put("tokens/s", found)
 
 
@@ -502,7 +502,7 @@ def over(row: dict[str, Any], found: Sequence[dict[str, Any]]) -> str | None:
     """Return how many times the speed of `ar` in the same case a method has."""
     for one in found:
         if one["method"] == "ar" and all(one[key] == row[key] for key in ("at a time", "way")):
-            return f"{row['tokens/s'] / one['tokens/s']:.2f}× ar"
+            return f"{row['tokens/s'] / one['tokens/s']:.2f}"
     return None
 
 
