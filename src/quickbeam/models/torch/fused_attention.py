@@ -9,6 +9,8 @@ on the keys that it sees and their positions, and on nothing else in the pass.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -199,49 +201,51 @@ def attend(
     def padded(size: int) -> int:
         return max(LEAST, int(triton.next_power_of_2(size)))
 
-    attend_chunk[n, kv_heads, chunks](
-        query,
-        key,
-        value,
-        sums,
-        maxima,
-        weights,
-        rows.pages,
-        rows.path,
-        rows.sequence,
-        rows.committed,
-        rows.seen,
-        rows.positions,
-        params.scaling,
-        params.softcap or 0.0,
-        params.window or 0,
-        rows.pages.shape[1],
-        rows.path.shape[1],
-        chunks,
-        PAGE=rows.page,
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        G=padded(heads // kv_heads),
-        K=padded(key_dim),
-        V=padded(value_dim),
-        BLOCK=BLOCK,
-        CHUNK=CHUNK,
-        CAUSAL=params.causal,
-    )
-    join_chunks[n, heads](
-        sums,
-        maxima,
-        weights,
-        sums if sinks is None else sinks,
-        out,
-        rows.seen,
-        chunks,
-        HEADS=heads,
-        VALUE_DIM=value_dim,
-        V=padded(value_dim),
-        CHUNK=CHUNK,
-        HAS_SINKS=sinks is not None,
-    )
+    # Triton starts kernels on the current device
+    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+        attend_chunk[n, kv_heads, chunks](
+            query,
+            key,
+            value,
+            sums,
+            maxima,
+            weights,
+            rows.pages,
+            rows.path,
+            rows.sequence,
+            rows.committed,
+            rows.seen,
+            rows.positions,
+            params.scaling,
+            params.softcap or 0.0,
+            params.window or 0,
+            rows.pages.shape[1],
+            rows.path.shape[1],
+            chunks,
+            PAGE=rows.page,
+            KV_HEADS=kv_heads,
+            GROUP=heads // kv_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            G=padded(heads // kv_heads),
+            K=padded(key_dim),
+            V=padded(value_dim),
+            BLOCK=BLOCK,
+            CHUNK=CHUNK,
+            CAUSAL=params.causal,
+        )
+        join_chunks[n, heads](
+            sums,
+            maxima,
+            weights,
+            sums if sinks is None else sinks,
+            out,
+            rows.seen,
+            chunks,
+            HEADS=heads,
+            VALUE_DIM=value_dim,
+            V=padded(value_dim),
+            CHUNK=CHUNK,
+            HAS_SINKS=sinks is not None,
+        )
     return out.flatten(1)
