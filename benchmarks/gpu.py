@@ -8,13 +8,12 @@ the others nothing, and a run that is cut off loses nothing. `--small` tries all
 sizes, on a CPU too.
 
 The parts are: `environment`, what is there and what is missing; `kernels`, the native kernels,
-which read weights in few bits; `model`,
-the default model, fetched and converted; `correctness`, Triton's attention against the reference,
-and graphs against the same passes without; `bits`, which sizes of a pass give a row the same bits,
-and `bits-without-splits`, the same where cuBLAS divides no sum; `passes`, milliseconds a pass
-against bytes over bandwidth; `methods`, tokens a second with and without graphs; `host`, where a
-step of `auto` spends its time; `tests`, those of `make test-cuda`. They run in the order of
-`LIMITS`, and the last ones get what time is left.
+which read weights in few bits; `model`, the default model, fetched and converted; `correctness`,
+Triton's attention against the reference, and graphs against the same passes without; `bits`, which
+sizes of a pass give a row the same bits, and `bits-without-splits`, the same where cuBLAS divides
+no sum; `passes`, milliseconds a pass against bytes over bandwidth; `methods`, tokens a second with
+and without graphs; `host`, where a step of `auto` spends its time; `tests`, those of
+`make test-cuda`. They run in the order of `LIMITS`, and the last ones get what time is left.
 
 A bare machine
 --------------
