@@ -12,6 +12,8 @@ from quickbeam.models.stack import Experts, FeedForward, Linear, ParallelExperts
 from quickbeam.models.torch.parts import ACTIVATIONS, Reader, constant
 from quickbeam.models.torch.rows import PassRows
 
+GROUPED_PRODUCTS = ((9, 0), (10, 0))  # compute capabilities of GPUs with grouped products
+
 
 def activated(feed_forward: FeedForward, inner: torch.Tensor) -> torch.Tensor:
     """Return what `down` reads, `[n, inner]`, of what `up` gives: `[n, inner]`, twice if gated."""
@@ -93,8 +95,16 @@ class Router(nn.Module):
 
 
 def has_grouped_product(x: torch.Tensor) -> bool:
-    """Whether PyTorch multiplies groups of such rows: since 2.10, on accelerators in bfloat16."""
-    return hasattr(F, "grouped_mm") and (x.device.type == "cpu" or x.dtype is torch.bfloat16)
+    """Whether PyTorch multiplies groups of such rows without asking the device where they end.
+
+    It does since 2.10: on a CPU, and in bfloat16 on some GPUs. On others it reads the ends back,
+    which no graph can hold.
+    """
+    if not hasattr(F, "grouped_mm") or x.device.type == "cpu":
+        return hasattr(F, "grouped_mm")
+    if x.device.type != "cuda" or x.dtype is not torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(x.device) in GROUPED_PRODUCTS
 
 
 class GroupedProduct(nn.Module):

@@ -9,6 +9,8 @@ on the keys that it sees and their positions, and on nothing else in the pass.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -20,9 +22,14 @@ from quickbeam.models.torch.rows import PassRows
 BLOCK = 64  # keys that are multiplied at a time
 CHUNK = 512  # keys that a program reads
 LEAST = 16  # rows and columns of a product, at least
+# compiled once a model, not anew for some sizes of a pass: neither for numbers that are 1 or divide
+# by 16, nor for tensors that begin at a multiple of 16 bytes
+NUMBERS = ["window", "pages_width", "path_width", "chunks"]
+TENSORS = ["sums", "maxima", "weights", "pages", "path", "sequence", "committed", "seen"]
+TENSORS += ["positions"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=TENSORS)
 def attend_chunk(
     query,
     key,
@@ -126,7 +133,10 @@ def attend_chunk(
     tl.store(weights + place, weight, mask=is_head)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["chunks"],
+    do_not_specialize_on_alignment=["sums", "maxima", "weights", "sinks", "out", "seen"],
+)
 def join_chunks(
     sums,
     maxima,
@@ -191,49 +201,51 @@ def attend(
     def padded(size: int) -> int:
         return max(LEAST, int(triton.next_power_of_2(size)))
 
-    attend_chunk[n, kv_heads, chunks](
-        query,
-        key,
-        value,
-        sums,
-        maxima,
-        weights,
-        rows.pages,
-        rows.path,
-        rows.sequence,
-        rows.committed,
-        rows.seen,
-        rows.positions,
-        params.scaling,
-        params.softcap or 0.0,
-        params.window or 0,
-        rows.pages.shape[1],
-        rows.path.shape[1],
-        chunks,
-        PAGE=rows.page,
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        G=padded(heads // kv_heads),
-        K=padded(key_dim),
-        V=padded(value_dim),
-        BLOCK=BLOCK,
-        CHUNK=CHUNK,
-        CAUSAL=params.causal,
-    )
-    join_chunks[n, heads](
-        sums,
-        maxima,
-        weights,
-        sums if sinks is None else sinks,
-        out,
-        rows.seen,
-        chunks,
-        HEADS=heads,
-        VALUE_DIM=value_dim,
-        V=padded(value_dim),
-        CHUNK=CHUNK,
-        HAS_SINKS=sinks is not None,
-    )
+    # Triton starts kernels on the current device
+    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+        attend_chunk[n, kv_heads, chunks](
+            query,
+            key,
+            value,
+            sums,
+            maxima,
+            weights,
+            rows.pages,
+            rows.path,
+            rows.sequence,
+            rows.committed,
+            rows.seen,
+            rows.positions,
+            params.scaling,
+            params.softcap or 0.0,
+            params.window or 0,
+            rows.pages.shape[1],
+            rows.path.shape[1],
+            chunks,
+            PAGE=rows.page,
+            KV_HEADS=kv_heads,
+            GROUP=heads // kv_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            G=padded(heads // kv_heads),
+            K=padded(key_dim),
+            V=padded(value_dim),
+            BLOCK=BLOCK,
+            CHUNK=CHUNK,
+            CAUSAL=params.causal,
+        )
+        join_chunks[n, heads](
+            sums,
+            maxima,
+            weights,
+            sums if sinks is None else sinks,
+            out,
+            rows.seen,
+            chunks,
+            HEADS=heads,
+            VALUE_DIM=value_dim,
+            V=padded(value_dim),
+            CHUNK=CHUNK,
+            HAS_SINKS=sinks is not None,
+        )
     return out.flatten(1)

@@ -78,8 +78,10 @@ class TorchModel(Model):
         if self.streamed is not None:
             self.chunk, self.mixed_chunk = STREAMED_CHUNK, STREAMED_CHUNK // 4
         self.weight_bytes = self._network.product_bytes
-        # states of recurrent layers are looked up by the host
-        self._graphs = Graphs(self._run, device) if device.type == "cuda" and not zeros else None
+        # states of recurrent layers are looked up by the host, and layers that are copied wait for
+        # copies that began in the pass before
+        has_graphs = device.type == "cuda" and not zeros and self.streamed is None
+        self._graphs = Graphs(self._run, device) if has_graphs else None
 
     @inference
     def forward(self, batch: Batch) -> list[Passed]:
@@ -105,7 +107,8 @@ class TorchModel(Model):
         """Compute a pass. Nothing here reads from the device or depends on its numbers."""
         x, streams = self._network(rows, self._pool, self._watched)
         logits = self._network.logits(x[rows.wanted])
-        hidden = torch.cat(streams, -1).to(self.dtype) if streams else torch.empty(0)
+        streams = streams or [x.new_empty(0)]
+        hidden = torch.cat(streams, -1).to(self.dtype)
         return PassResults(logits, likeliest(logits), hidden)
 
     @property

@@ -12,6 +12,8 @@ from quickbeam.models.kv import Page, Pool, SequenceCache
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.torch.states import State, TorchStates
 
+FIRST_BYTES = 2**30  # of keys and values that are made at once on CUDA
+
 
 def to_device(numbers: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy numbers of the host to the device; on CUDA, without waiting for it."""
@@ -88,8 +90,8 @@ class RowPool(Pool):
     @inference
     def make(self) -> Page:
         rows = (self._made + 1) * self.page
-        if rows > self.rows:  # grows by half at least: everything is copied
-            more = max(rows, self.rows * 3 // 2) - self.rows
+        if rows > self.rows:
+            more = max(rows, self._grown() * self.page) - self.rows
             self._stacked = [
                 torch.cat([old, old.new_zeros(len(old), more, *old.shape[2:])], 1)
                 for old in self._stacked
@@ -98,6 +100,19 @@ class RowPool(Pool):
             self.generation += 1
         self._made += 1
         return Page(self._made - 1)
+
+    def _grown(self) -> int:
+        """Return how many pages the tensors should have next.
+
+        They grow by half at least, since everything is copied. On CUDA growth also makes all graphs
+        useless, so they begin large there, but not larger than the limit.
+        """
+        pages = self.rows // self.page * 3 // 2
+        if self.device.type == "cuda":
+            pages = max(pages, FIRST_BYTES // self.page_bytes)
+            if self.limit is not None:
+                pages = min(pages, 1 + self.limit)  # page 0 belongs to no sequence
+        return pages
 
     @inference
     def copy(self, source: Page, target: Page) -> None:
