@@ -114,6 +114,8 @@ def test_factors_of_frequencies_come_beside_a_scaling(keys, cache, tmp_path):
         ("gemma3", {"query_pre_attn_scalar": 4}, {"attention.scale": 0.5}),
         ("gemma3", {"final_logit_softcapping": 2.0}, {"final_logit_softcapping": 2.0}),
         ("gemma2", {"attn_logit_softcapping": 0.1}, {"attn_logit_softcapping": 0.1}),
+        ("starcoder2", {"sliding_window": 4}, {"attention.sliding_window": 4}),
+        ("nemotron", {}, {"attention.layer_norm_rms_epsilon": 0.01}),
         (
             "qwen3",
             {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -187,6 +189,23 @@ def test_what_is_not_known_is_refused_by_its_key(key, value, cache, tmp_path):
     refuses(rf"qwen2\.{key}.*take the model's folder", hub.converted, file)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("gpt2", "rope.freq_base", 10000.0),
+        ("gpt2", "attention.head_count_kv", 2),
+        ("gpt2", "attention.scale", 0.5),
+        ("starcoder2", "logit_scale", 2.0),
+        ("stablelm", "attention.sliding_window", 4),
+        ("nemotron", "new_key", 1.0),
+        ("qwen2moe", "expert_weights_scale", 2.5),
+    ],
+)
+def test_each_architecture_refuses_what_it_does_not_know(architecture, key, value, tmp_path):
+    file = write(tmp_path / "x.gguf", architecture, model_of(architecture), keys={key: value})
+    refuses(rf"{architecture}\.{key}.*take the model's folder", LLM, str(file))
+
+
 def test_neutral_values_are_no_reason_to_refuse(tmp_path):
     keys = {"new_key": [0.0, 0.0], "pooling_type": 3, "expert_weights_norm": True}
     keys |= {"vision.block_count": 27, "use_parallel_residual": True}
@@ -198,16 +217,15 @@ def test_neutral_values_are_no_reason_to_refuse(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"rope.freq_base": 999999.0}, r"starcoder2\.rope\.freq_base is 999999"),
-        ({"rope.scaling.factor": 2.0}, r"starcoder2\.rope\.scaling"),
-        ({"attention.sliding_window": 4096}, r"starcoder2\.attention\.sliding_window"),
-        ({"attention.layer_norm_epsilon": 0.5}, None),
-        ({"rope.freq_base": 10000.0}, None),
+        ({"attention.layer_norm_epsilon": 0.5}, r"falcon\.attention\.layer_norm_epsilon is 0\.5"),
+        ({"rope.scaling.factor": 2.0}, r"falcon\.rope\.scaling"),
+        ({"attention.sliding_window": 4096}, r"falcon\.attention\.sliding_window"),
+        ({"attention.layer_norm_epsilon": 1e-5}, None),
     ],
 )
 def test_what_transformers_does_not_read_is_refused(keys, said, tmp_path):
     """In a file of an architecture that transformers alone reads."""
-    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "starcoder2")
+    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "falcon")
     sizes = {"block_count": 2, "context_length": 128, "embedding_length": 64, "vocab_size": 8}
     heads = {"attention.head_count": 4, "attention.head_count_kv": 4, "feed_forward_length": 96}
     set_keys(writer, sizes | heads | keys)
@@ -219,7 +237,7 @@ def test_what_transformers_does_not_read_is_refused(keys, said, tmp_path):
         refuses(said, config_of, file, source)
         return
     config = config_of(file, source)
-    assert config.norm_epsilon == keys.get("attention.layer_norm_epsilon", config.norm_epsilon)
+    assert config.layer_norm_epsilon == 1e-5
 
 
 def test_a_part_of_a_head_turns(cache, tmp_path):

@@ -23,7 +23,7 @@ from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows, with_data
 from quickbeam.models.shapes import check_shapes, expected, refuse_shared_experts
 from quickbeam.models.stack import LinearAttention, Stack
-from quickbeam.models.stack_tensors import Parameters, experts, names, norms
+from quickbeam.models.stack_tensors import Parameters, experts, linears, names, norms
 
 SAMPLED = {
     "temp": "temperature",
@@ -63,10 +63,15 @@ class GgufParameters(Parameters):
         self._plus_one = {name for norm in norms(stack) if norm.plus_one for name in norm.weights}
         if stack.norm.plus_one:
             self._plus_one |= {name for name, shape in beside.items() if len(shape) == 1}
+        self._transposed = {
+            one.name for linear, _ in linears(stack) for one in linear.weights if one.transposed
+        }
         matrices = [one for one in stack.recurrents if isinstance(one, LinearAttention)]
         self._slopes = {one.log_slope for one in matrices}
         # what may be stored with an axis more
         self._flat = self._slopes | {name for one in matrices for name in _of_heads(one)}
+        head_norms = norms(tuple(one.norms for one in stack.attentions))
+        self._flat |= {name for norm in head_norms for name in norm.weights}
         wanted = names(stack) | beside.keys()
         self._stored = self._places(stored_name, wanted)
         file.refuse_formats(one for parts in self._stored.values() for one in parts)
@@ -106,8 +111,10 @@ class GgufParameters(Parameters):
         if name in self._lacking:
             shape.insert(self._lacking[name], 1)
             return shape
-        transposed = self._interleaved_experts and len(shape) == 3
-        return [shape[0], *shape[:0:-1]] if transposed else shape
+        if name in self._transposed:
+            *of_experts, outputs, inputs = shape
+            return [*of_experts, inputs, outputs]
+        return shape
 
     def like(self, name: str) -> Weight:
         if self.dtype is torch.float32:
@@ -124,6 +131,7 @@ class GgufParameters(Parameters):
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
         """Return rows `first` to `last` (excluded) of a tensor, `BlockRows` or numbers.
 
+        Blocks are never transposed. Of a matrix that is, rows are those of the file.
         Where `first` is not 0, what was read before it is let go of.
         """
         if first:
@@ -136,8 +144,8 @@ class GgufParameters(Parameters):
             if self.dtype is not torch.float32:
                 return part
             part = dense_rows(self._kernels, part)
-        if self._interleaved_experts and part.dim() == 3:
-            part = part.transpose(1, 2)
+        if name in self._transposed:
+            part = part.transpose(-1, -2)
         if name in self._plus_one:
             part = part.float() - 1
         elif name in self._slopes:  # stored as it is used
@@ -150,12 +158,11 @@ class GgufParameters(Parameters):
             return weight.flatten()
         if name in self._lacking and isinstance(weight, torch.Tensor):
             return weight.unsqueeze(self._lacking[name])
-        heads = {
-            "q_proj": self.config.num_attention_heads,
-            "k_proj": self.config.num_key_value_heads,
-        }.get(name.rpartition(".")[0].rpartition(".")[2])
-        if heads is None or not self._interleaved:
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        if not self._interleaved or module not in ("q_proj", "k_proj"):
             return weight
+        config = self.config
+        heads = config.num_attention_heads if module == "q_proj" else config.num_key_value_heads
         return with_data(weight, _halves(weight.data, heads))
 
     def release(self, layers: str, layer: int | None) -> None:
