@@ -188,6 +188,7 @@ def _falcon_h1(m: Metadata) -> dict[str, Any]:
         **_mamba(m),
         **dict.fromkeys((f"{one}_multiplier" for one in factors), 1.0),
         "model_type": "falcon_h1",
+        "mamba_d_ssm": m["ssm.inner_size"],
         "ssm_multipliers": [1.0] * 5,
         "mlp_multipliers": [1.0] * 2,
         "projectors_bias": False,
