@@ -55,6 +55,7 @@ def test_a_folders_numbers_are_those_of_the_blocks(kind, tmp_path):
     convert(file, tmp_path / "model")
     written = load_file(tmp_path / "model" / "model.safetensors")
     assert "lm_head.weight" not in written, "it is the embedding"
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
         if "_proj.weight" not in name:
@@ -84,6 +85,7 @@ def test_a_file_is_a_model_of_transformers(architecture, tmp_path):
 def test_what_is_no_file_of_a_known_model_is_refused(file, tmp_path):
     refuses("no such model", load_model, str(tmp_path / "none.gguf"), None, CPU)
     refuses("has revisions", load_model, str(file), None, CPU, revision="v1")
+    refuses("device_map is not for", load_model, str(file), None, CPU, device_map="cpu")
     for data in (b"GGUF without what follows it" * 2, file.read_bytes()[:-2000]):
         (tmp_path / "bad.gguf").write_bytes(data)
         refuses(r"can't load .*bad\.gguf", load_model, str(tmp_path / "bad.gguf"), None, CPU)

@@ -14,7 +14,7 @@ from quickbeam.models.gguf.checkpoint import GgufCheckpoint
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.opening import open_model
-from quickbeam.models.stack_tensors import names
+from quickbeam.models.stack_tensors import names, norms
 from quickbeam.models.torch.model import TorchModel
 from streaming import saved
 from target import logits_of
@@ -68,6 +68,7 @@ BLOCKS = {
     "gpt2": {"attn": "Q8_0", "ffn": "Q5_1", "token_embd": "Q8_0"},
     "gpt-oss": {"exps": "MXFP4", "attn_q": "Q8_0"},
     "qwen2moe": {"inp": None, "exps": "Q8_0", "shexp": "Q5_0"},
+    "stablelm parallel": {"norm": None, "attn": "Q8_0", "ffn": "Q5_0"},
 }
 
 
@@ -87,6 +88,8 @@ def test_blocks_are_the_same_numbers_without_kernels(architecture, dtype, tmp_pa
         assert got.shape == wanted.shape and list(got.shape) == widened.shape(name)
         assert torch.equal(got, wanted.to(got.dtype)), name
         assert got.dtype is (dtype if got.dim() > 1 else torch.float32)
+    for name in (name for norm in norms(exact.stack) for name in norm.weights):
+        assert widened(name).dtype is torch.float32, "norms are not rounded"
 
 
 @pytest.mark.skipif(library.kernels() is None, reason="needs the native kernels")

@@ -197,6 +197,8 @@ def load_model(
     quantised = ""
     try:
         if name.endswith(".gguf"):
+            if device_map is not None:
+                raise InvalidInput("device_map is not for .gguf files: leave it out")
             return _of_file(Path(name), dtype, device)
         adapter = _adapter(name, revision)
         source = name if adapter is None else str(adapter.base)
