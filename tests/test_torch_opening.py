@@ -1,7 +1,10 @@
 """Models that the torch back end reads: from the same files, by the same reader as the kernels'."""
 
+import logging
+
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
 from cases import few, raising, refuses
@@ -9,7 +12,9 @@ from gguf_files import TINY, model_of, write
 from quickbeam.models import opening
 from quickbeam.models.gguf.checkpoint import GgufCheckpoint
 from quickbeam.models.native import library
+from quickbeam.models.native_model import NativeModel
 from quickbeam.models.opening import open_model
+from quickbeam.models.stack_tensors import names, norms
 from quickbeam.models.torch.model import TorchModel
 from streaming import saved
 from target import logits_of
@@ -47,23 +52,76 @@ def test_half_precision_needs_no_environment(toy_folder, tmp_path, read_by_us):
     assert isinstance(open_model(folder, torch.float16, CPU).model, TorchModel)
 
 
-@pytest.mark.skipif(library.kernels() is None, reason="needs the native kernels")
 @pytest.mark.parametrize("architecture", few(TINY, ["llama", "qwen35moe", "gpt-oss", "gemma4"]))
 @torch.inference_mode()
-def test_a_gguf_file_has_the_logits_of_transformers(architecture, tmp_path):
+def test_a_gguf_file_needs_no_kernels(architecture, tmp_path, native, read_by_us):
+    native("eager")
     model = model_of(architecture)
     file = write(tmp_path / "tiny.gguf", architecture, model)
-    checkpoint = GgufCheckpoint(file, torch.float32, library.kernels())
-    ours = TorchModel(checkpoint, checkpoint.stack, CPU)
-    assert off(logits_of(ours, IDS), model(torch.tensor([IDS])).logits[0]) < 2e-4
+    loaded = open_model(str(file), torch.float32, CPU)
+    assert isinstance(loaded.model, TorchModel) and loaded.ends == {0, 2}
+    assert off(logits_of(loaded.model, IDS), model(torch.tensor([IDS])).logits[0]) < 2e-4
+
+
+BLOCKS = {
+    "llama": {"attn": "Q5_0", "ffn_gate": "Q4_0", "ffn_up": "Q4_1", "ffn_down": "Q8_0"},
+    "gpt2": {"attn": "Q8_0", "ffn": "Q5_1", "token_embd": "Q8_0"},
+    "gpt-oss": {"exps": "MXFP4", "attn_q": "Q8_0"},
+    "qwen2moe": {"inp": None, "exps": "Q8_0", "shexp": "Q5_0"},
+    "stablelm parallel": {"norm": None, "attn": "Q8_0", "ffn": "Q5_0"},
+}
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="needs the native kernels")
+@pytest.mark.parametrize("architecture", BLOCKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_are_the_same_numbers_without_kernels(architecture, dtype, tmp_path):
+    """Those that the kernels' blocks have in float32, rounded once."""
+    kinds = {
+        part: kind and GGMLQuantizationType[kind] for part, kind in BLOCKS[architecture].items()
+    }
+    file = write(tmp_path / "x.gguf", architecture, model_of(architecture), kinds)
+    exact = GgufCheckpoint(file, torch.float32, library.kernels())
+    widened = GgufCheckpoint(file, dtype, None)
+    for name in names(exact.stack):
+        got, wanted = widened(name), exact(name)
+        assert got.shape == wanted.shape and list(got.shape) == widened.shape(name)
+        assert torch.equal(got, wanted.to(got.dtype)), name
+        assert got.dtype is (dtype if got.dim() > 1 else torch.float32)
+    for name in (name for norm in norms(exact.stack) for name in norm.weights):
+        assert widened(name).dtype is torch.float32, "norms are not rounded"
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="needs the native kernels")
+def test_blocks_that_kernels_do_not_read_together_are_widened(tmp_path, caplog):
+    q8, q5 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_0
+    for part in ("gate_exps", "gate_shexp"):
+        kinds = {"inp": None, part: q5, "exps": q8, "shexp": q8}
+        file = write(tmp_path / f"{part}.gguf", "qwen2moe", model_of("qwen2moe"), kinds)
+        with caplog.at_level(logging.INFO):
+            mixed = open_model(str(file), None, CPU).model
+        assert "is widened: " in caplog.text and "q5_0 and q8_0" in caplog.text.lower()
+        caplog.clear()
+        exact = GgufCheckpoint(file, torch.float32, library.kernels())
+        right = logits_of(TorchModel(exact, exact.stack, CPU), IDS)
+        assert isinstance(mixed, NativeModel) and off(logits_of(mixed, IDS), right) < 0.05
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_gguf_file_of_another_architecture_is_refused(kernels, tmp_path, native):
+    if not kernels:
+        native("eager")
+    file = write(tmp_path / "x.gguf", "qwen2", model_of("qwen2"))
+    data = file.read_bytes().replace(b"qwen2", b"qwen9")
+    file.write_bytes(data)
+    said = "architecture 'qwen9'.* not known here; known are .*qwen2, .*take the model's folder"
+    refuses(said, open_model, str(file), None, CPU)
 
 
 @pytest.mark.skipif(library.kernels() is None, reason="needs the native kernels")
 @torch.inference_mode()
 def test_weights_in_few_bits_are_widened(tmp_path, read_by_us):
-    import gguf
-
-    model, q8 = model_of("llama"), gguf.GGMLQuantizationType.Q8_0
+    model, q8 = model_of("llama"), GGMLQuantizationType.Q8_0
     blocks = {"attn": q8, "ffn": q8, "token_embd": q8}
     file = write(tmp_path / "tiny.gguf", "llama", model, blocks)
     kernels = library.kernels()

@@ -25,7 +25,7 @@ from quickbeam.models.eos import eos_ids, known_eos_ids, model_eos_ids
 from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.formats import check_weights, refuse_place, weights_format
-from quickbeam.models.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.gguf.checkpoint import GgufCheckpoint, open_gguf
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.native_model import NativeModel, no_kernels_for, why_not_native
@@ -236,19 +236,16 @@ def open_checkpoint(
     """Return a model's parameters where it is described.
 
     Raises `NotDescribed` for models that transformers has to load, and `InvalidInput` for
-    checkpoints that are not whole.
+    checkpoints that are not whole, and for `.gguf` files that are not described.
     """
     hub.check_source(name)
     path, kernels = Path(name).expanduser(), library.kernels()
     if revision is not None and path.exists():
         raise NotDescribed("a revision of what is on this machine")
     try:
-        if path.suffix == ".gguf" and kernels is not None:
-            try:
-                return GgufCheckpoint(path, dtype, kernels)
-            except NotDescribed as error:
-                logger.info("%s is converted by transformers: %s", name, error)
-        folder = hub.converted(path) if path.suffix == ".gguf" else local_folder(name, revision)
+        if path.suffix == ".gguf":
+            return open_gguf(path, dtype, kernels)
+        folder = local_folder(name, revision)
         adapter = adapter_in(folder)
         if adapter is not None:
             return AdaptedCheckpoint(Checkpoint(adapter.base, dtype), adapter)

@@ -163,8 +163,10 @@ def stablelm(c: Config) -> Stack:
 
     def layer(i: int) -> Layer:
         def of_heads(name: str, count: int) -> Norm:
-            at = f"model.layers.{i}.self_attn.{name}_layernorm.norms"
-            weights = tuple(f"{at}.{head}.weight" for head in range(count))
+            at = f"model.layers.{i}.self_attn.{name}_layernorm"
+            weights = tuple(f"{at}.norms.{head}.weight" for head in range(count))
+            if c.get("head_norms_stacked"):  # of a .gguf file
+                weights = (f"{at}.weight",)
             return Norm(weights, c.layer_norm_eps, centred=True)
 
         heads, parallel, norms = c.num_attention_heads, bool(c.use_parallel_residual), None
