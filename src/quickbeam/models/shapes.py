@@ -130,7 +130,8 @@ def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
     shapes |= {name: [width] for name in stack.norm.weights}
     put(stack.head, [config.vocab_size], width)
     if stack.positions is not None:
-        shapes[stack.positions] = [getattr(config, "max_position_embeddings", 0), width]
+        positions = getattr(config, "max_position_embeddings", 0) + stack.first_position
+        shapes[stack.positions] = [positions, width]
     return shapes | {stack.embedding: [config.vocab_size, width]}
 
 

@@ -1,5 +1,6 @@
 """Llama and what is close to it: Seed-OSS, SmolLM3, Granite (dense and of experts), Mistral and
-Ministral 3, Phi-3 and Phi-4, Hunyuan, EXAONE 4, OLMo 2 and 3."""
+Ministral, Phi-3 and Phi-4, Hunyuan, EXAONE 4, OLMo 1 to 3, ERNIE 4.5, Arcee, Helium, CWM and
+nanochat."""
 
 from __future__ import annotations
 
@@ -16,9 +17,19 @@ from quickbeam.models.families.reading import (
     head_dim,
     head_norms,
     layer_of,
+    plain,
     tensors,
 )
-from quickbeam.models.stack import Experts, FeedForward, Layer, QueryScale, Rotary, Routing, Stack
+from quickbeam.models.stack import (
+    Experts,
+    FeedForward,
+    Layer,
+    Norm,
+    QueryScale,
+    Rotary,
+    Routing,
+    Stack,
+)
 
 
 def llama(c: Config, out_bias: bool | None = None) -> Stack:
@@ -30,6 +41,67 @@ def llama(c: Config, out_bias: bool | None = None) -> Stack:
         return layer_of(c, i, mixer, gated(c, i, c.mlp_bias))
 
     return decoder(c, layer)
+
+
+def helium(c: Config) -> Stack:
+    """Llama whose neighbouring dimensions turn together, without a bias after the attention."""
+
+    def layer(i: int) -> Layer:
+        mixer = attention(c, i, c.attention_bias, False, rotary=Rotary(interleaved=True))
+        return layer_of(c, i, mixer, gated(c, i, c.mlp_bias))
+
+    return decoder(c, layer)
+
+
+def ernie4_5(c: Config) -> Stack:
+    """Llama whose neighbouring dimensions turn together, with one choice of biases."""
+    bias = bool(c.use_bias)
+
+    def layer(i: int) -> Layer:
+        mixer = attention(c, i, bias, rotary=Rotary(interleaved=True))
+        return layer_of(c, i, mixer, gated(c, i, bias))
+
+    return decoder(c, layer)
+
+
+def arcee(c: Config) -> Stack:
+    """Llama with squared ReLU without a gate."""
+
+    def layer(i: int) -> Layer:
+        at = f"model.layers.{i}.mlp"
+        fed = plain(c, f"{at}.up_proj", f"{at}.down_proj", c.mlp_bias)
+        return layer_of(c, i, attention(c, i, c.attention_bias), fed)
+
+    return decoder(c, layer)
+
+
+def windowed(c: Config) -> Stack:
+    """Llama with a window in some layers: CWM and Ministral."""
+    bias = bool(c.get("mlp_bias"))
+    return decoder(c, lambda i: layer_of(c, i, attention(c, i), gated(c, i, bias)))
+
+
+def nanochat(c: Config) -> Stack:
+    """Norms without weights, also of embeddings, and of queries and keys after they are turned.
+
+    Angles are turned backwards. Squared ReLU without a gate.
+    """
+    unweighted = Norm((), float(c.rms_norm_eps))
+
+    def layer(i: int) -> Layer:
+        mixer = attention(
+            c,
+            i,
+            c.attention_bias,
+            norms=(unweighted, unweighted),
+            norm_last=True,
+            rotary=Rotary(backwards=True),
+        )
+        fed = plain(c, f"model.layers.{i}.mlp.fc1", f"model.layers.{i}.mlp.fc2", False)
+        return layer_of(c, i, mixer, fed, norm=lambda name: unweighted)
+
+    softcap = c.get("final_logit_softcapping")
+    return decoder(c, layer, norm=unweighted, embedding_norm=unweighted, softcap=softcap)
 
 
 def seed_oss(c: Config) -> Stack:
@@ -139,6 +211,18 @@ def exaone4(c: Config) -> Stack:
 
 
 def olmo(c: Config) -> Stack:
+    """OLMo 1: layer norms without weights."""
+    c.must("clip_qkv")
+    unweighted = Norm((), 1e-5, centred=True)
+
+    def layer(i: int) -> Layer:
+        mixer = attention(c, i, c.attention_bias)
+        return layer_of(c, i, mixer, gated(c, i), norm=lambda name: unweighted)
+
+    return decoder(c, layer, norm=unweighted)
+
+
+def olmo2(c: Config) -> Stack:
     """Norms after, queries and keys normed over all heads. OLMo 3 has windows, and angles by the
     kind of layer."""
     kinds = c.get("layer_types")
