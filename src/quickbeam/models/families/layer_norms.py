@@ -1,16 +1,18 @@
 """Families with layer norms: GPT-2, GPT-Neo, GPT-J, GPT-NeoX, StarCoder 1 and 2, CodeGen, OPT,
-Persimmon, Phi-1 and Phi-2, Cohere 1 and 2, Nemotron and StableLM."""
+Falcon, Persimmon, Phi-1 and Phi-2, Cohere 1 and 2, Nemotron and StableLM."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from quickbeam.models.families.reading import (
     BEFORE,
     Config,
+    Names,
     NotDescribed,
     activation,
     attention,
@@ -221,6 +223,50 @@ def opt(c: Config) -> Stack:
         inside=inside,
         norm=norm("model.decoder.final_layer_norm"),
     )
+
+
+def falcon(c: Config) -> Stack:
+    """Rotary angles; queries that share a key and a value stand before these.
+
+    `new_decoder_architecture`: groups of several, of Falcon 40B and later. Attention and
+    feed-forward are side by side, or one after the other.
+    """
+    c.must("alibi", False)
+    c.must("parallel_attn", True, *([] if c.new_decoder_architecture else [False]))
+    c.ignore("ff_factor ffn_hidden_size")  # sizes that the weights have
+    inside, bias, act = "transformer.h", bool(c.bias), activation(c.activation)
+    norm = partial(layer_norm, epsilon=c.layer_norm_epsilon)
+    heads, dim = _equal_heads(c)
+    names: Names = BEFORE if not c.parallel_attn else (BEFORE[0], None)
+    kv_heads = 1 if c.multi_query else heads
+    if c.new_decoder_architecture:
+        kv_heads = c.num_kv_heads
+        if c.get("num_ln_in_parallel_attn", 2) == 2:
+            names = ("ln_attn", "ln_mlp")
+    c.ignore("num_kv_heads multi_query num_ln_in_parallel_attn")  # where others say it
+    queries = heads // kv_heads * dim  # rows that share a key
+
+    def rows(name: str) -> tuple[Tensor, ...]:
+        ends = (0, queries, queries + dim, queries + 2 * dim)
+        return tuple(Tensor(name, heads=kv_heads, cut=cut) for cut in pairwise(ends))
+
+    def layer(i: int) -> Layer:
+        at = f"{inside}.{i}"
+        qkv = f"{at}.self_attention.query_key_value"
+        mixer = attention(
+            c,
+            i,
+            qkv=Linear(rows(f"{qkv}.weight"), rows(f"{qkv}.bias") if bias else ()),
+            out=tensors(f"{at}.self_attention.dense", bias=bias),
+            kv_heads=kv_heads,
+            head_dim=dim,
+        )
+        up = tensors(f"{at}.mlp.dense_h_to_4h", bias=bias)
+        fed = FeedForward(up, tensors(f"{at}.mlp.dense_4h_to_h", bias=bias), act, False)
+        return layer_of(c, i, mixer, fed, names, norm, inside, parallel=bool(c.parallel_attn))
+
+    embedding, last = "transformer.word_embeddings.weight", norm("transformer.ln_f")
+    return decoder(c, layer, embedding=embedding, inside=inside, norm=last)
 
 
 def persimmon(c: Config) -> Stack:

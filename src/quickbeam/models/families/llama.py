@@ -1,6 +1,6 @@
 """Llama and what is close to it: Seed-OSS, SmolLM3, Granite (dense and of experts), Mistral and
-Ministral, Phi-3 and Phi-4, Hunyuan, EXAONE 4, OLMo 1 to 3, ERNIE 4.5, Arcee, Helium, CWM and
-nanochat."""
+Ministral, Phi-3 and Phi-4, Hunyuan (dense and of experts), EXAONE 4, OLMo 1 to 3, ERNIE 4.5, Arcee,
+Helium, CWM and nanochat."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 from quickbeam.models.families.reading import (
     AFTER,
     Config,
+    activation,
     attention,
     decoder,
     experts,
     gated,
+    halves,
     head_dim,
     head_norms,
     layer_of,
@@ -127,9 +129,24 @@ def granite(c: Config) -> Stack:
     return _granite(c, lambda i: gated(c, i, c.mlp_bias))
 
 
+def granite_swa(c: Config) -> Stack:
+    """A sink for each head, windows, and angles of its own for each layer, or none."""
+    return _granite(c, lambda i: gated(c, i, c.mlp_bias), _own_angles(c))
+
+
 def granitemoe(c: Config) -> Stack:
     """Experts whose weights are a softmax of the chosen ones' logits."""
     return _granite(c, lambda i: granite_experts(c, i))
+
+
+def granitemoeshared(c: Config) -> Stack:
+    """Experts beside a shared one."""
+    return _granite(c, lambda i: _granite_mixture(c, i))
+
+
+def granitemoe_swa(c: Config) -> Stack:
+    """Experts beside a shared one; sinks, windows and angles as of `granite_swa`."""
+    return _granite(c, lambda i: _granite_mixture(c, i), _own_angles(c))
 
 
 def granite_experts(c: Config, i: int, shared: FeedForward | None = None) -> Experts:
@@ -138,9 +155,40 @@ def granite_experts(c: Config, i: int, shared: FeedForward | None = None) -> Exp
     return experts(c, i, routing, c.num_local_experts, "block_sparse_moe", shared=shared)
 
 
-def _granite(c: Config, feed_forward: Callable[[int], FeedForward | Experts]) -> Stack:
+def granite_shared(c: Config, i: int) -> FeedForward:
+    at = f"model.layers.{i}.shared_mlp"
+    up = halves(f"{at}.input_linear")
+    if c.get("gates_apart"):  # in .gguf files
+        up = tensors(f"{at}.gate_proj", f"{at}.up_proj")
+    return FeedForward(up, tensors(f"{at}.output_linear"), activation(c.hidden_act), True)
+
+
+def _granite_mixture(c: Config, i: int) -> Experts:
+    """Return experts, beside a shared one if that has a size."""
+    shared = granite_shared(c, i) if c.shared_intermediate_size else None
+    return granite_experts(c, i, shared)
+
+
+def _own_angles(c: Config) -> Callable[[int], dict[str, Any]]:
+    """Return what the attention of each layer has beside Granite's: a sink, and its angles."""
+
+    def changes(i: int) -> dict[str, Any]:
+        theta = c.layer_rope_theta[i]
+        rotary = Rotary(base=float(theta)) if theta else None
+        return {"rotary": rotary, "sinks": f"model.layers.{i}.self_attn.sinks"}
+
+    return changes
+
+
+def _granite(
+    c: Config,
+    feed_forward: Callable[[int], FeedForward | Experts],
+    changes: Callable[[int], dict[str, Any]] = lambda i: {},
+) -> Stack:
+    """`changes`: other fields of a layer's attention."""
+
     def layer(i: int) -> Layer:
-        mixer = attention(c, i, c.attention_bias, scaling=c.attention_multiplier)
+        mixer = attention(c, i, c.attention_bias, scaling=c.attention_multiplier, **changes(i))
         return layer_of(c, i, mixer, feed_forward(i), residual=c.residual_multiplier)
 
     return decoder(c, layer, scale=c.embedding_multiplier, head_scale=1 / c.logits_scaling)
@@ -173,6 +221,26 @@ def phi3(c: Config) -> Stack:
 
 def hunyuan(c: Config) -> Stack:
     """Queries and keys are normed after they are turned, by angles that `alpha` spreads."""
+    c.ignore("", num_experts=1)
+    return _hunyuan(c, lambda i: gated(c, i))
+
+
+def hunyuan_v1_moe(c: Config) -> Stack:
+    """Experts whose weights add up to 1, beside a shared one."""
+    c.ignore("moe_intermediate_size num_shared_expert")  # sizes that the weights have
+    c.ignore("", norm_topk_prob=True, routed_scaling_factor=1.0, use_mixed_mlp_moe=True)
+
+    def mixture(i: int) -> Experts:
+        top = c.moe_topk
+        top = top[i] if isinstance(top, list) else top
+        routing = Routing(tensors(f"model.layers.{i}.mlp.gate.wg"), top, renormalised=True)
+        shared = gated(c, i, name="mlp.shared_mlp")
+        return experts(c, i, routing, c.num_experts, shared=shared)
+
+    return _hunyuan(c, mixture)
+
+
+def _hunyuan(c: Config, feed_forward: Callable[[int], FeedForward | Experts]) -> Stack:
     dim, rope = head_dim(c), c.rope_parameters
     base = None
     if rope.get("rope_type") == "dynamic" and (alpha := rope.get("alpha")):
@@ -181,7 +249,6 @@ def hunyuan(c: Config) -> Stack:
         "anyres_pooling_size attention_head_dim cla_share_factor class_num dense_list pad_id "
         "mask_init_id org_vocab_size pool_type text_end_id text_start_id",
         norm_type="rms",
-        num_experts=1,
         use_qk_norm=True,
         use_rotary_pos_emb=True,
     )
@@ -190,7 +257,7 @@ def hunyuan(c: Config) -> Stack:
         norms = head_norms(c, i, ("query_layernorm", "key_layernorm"))
         turned = Rotary(base=base)
         mixer = attention(c, i, c.attention_bias, norms=norms, norm_last=True, rotary=turned)
-        return layer_of(c, i, mixer, gated(c, i))
+        return layer_of(c, i, mixer, feed_forward(i))
 
     return decoder(c, layer)
 

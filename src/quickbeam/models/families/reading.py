@@ -51,7 +51,7 @@ _HARMLESS = """
     unsloth_fixed unsloth_version use_cache vocab_size
 """
 HARMLESS = set(_HARMLESS.split())
-EXPERTS_HERE = ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_vl_moe_text")
+EXPERTS_HERE = ("gpt_oss", "minimax_m2", "mixtral", "qwen3_moe", "qwen3_vl_moe_text")
 # other names of attributes, by the configuration's model_type, as transformers has them
 _DEEPSEEK = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 _GPT2 = {
@@ -74,11 +74,13 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
     "falcon_h1": _BAMBA,
     "glm4_moe": _DEEPSEEK,
+    "flex_olmo": {"num_local_experts": "num_experts"},
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
     "gpt_neo": {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
     "gptj": _GPT2,
     "granitemoehybrid": {"layers_block_type": "layer_types"},
+    "hunyuan_v1_moe": {"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"},
     "internlm3": {"bias": "mlp_bias", "qkv_bias": "attention_bias"},
     "lfm3": {"rms_norm_eps": "norm_eps"},
     "nemotron_h": _BAMBA | {"num_local_experts": "n_routed_experts"},
@@ -87,8 +89,8 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
 }
 # model types whose layers heed `partial_rotary_factor`; transformers' code for others doesn't
 PARTIAL = {
-    *("bamba", "glm", "glm4", "glm4_moe", "glm4v_text", "gpt_neox", "nemotron", "persimmon"),
-    *("phi", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "stablelm"),
+    *("bamba", "glm", "glm4", "glm4_moe", "glm4v_text", "gpt_neox", "minimax_m2", "nemotron"),
+    *("persimmon", "phi", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "stablelm"),
 }
 MOST = 4096  # layers, or experts of a layer, that a configuration is believed to name
 # Norms of a layer by their modules' names: before its mixer and its feed-forward, and after them.
