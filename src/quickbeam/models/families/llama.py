@@ -227,7 +227,7 @@ def hunyuan(c: Config) -> Stack:
 
 def hunyuan_v1_moe(c: Config) -> Stack:
     """Experts whose weights add up to 1, beside a shared one."""
-    c.ignore("moe_intermediate_size num_shared_expert")  # sizes that the weights have
+    c.ignore("num_shared_expert")  # a size that the weights have
     c.ignore("", norm_topk_prob=True, routed_scaling_factor=1.0, use_mixed_mlp_moe=True)
 
     def mixture(i: int) -> Experts:
