@@ -29,20 +29,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NAMED_ALIKE: tuple[Callable[[Config], Stack], ...] = (
-    *(deepseek.deepseek_v2, deepseek.deepseek_v3, gemma.gemma, gemma.gemma2, gemma.vaultgemma),
-    *(glm.glm, glm.glm4, glm.glm4_moe, lfm2.lfm2, lfm2.lfm2_moe, lfm2.lfm3),
+    *(deepseek.deepseek_v2, deepseek.deepseek_v3, deepseek.glm4_moe_lite),
+    *(gemma.gemma, gemma.gemma2, gemma.vaultgemma),
+    *(glm.dots1, glm.glm, glm.glm4, glm.glm4_moe, glm.solar_open),
+    *(lfm2.lfm2, lfm2.lfm2_moe, lfm2.lfm3),
     *(layer_norms.codegen, layer_norms.cohere, layer_norms.cohere2, layer_norms.falcon),
     *(layer_norms.gpt2, layer_norms.gpt_bigcode, layer_norms.gpt_neo, layer_norms.gpt_neox),
-    *(layer_norms.gptj, layer_norms.nemotron, layer_norms.opt, layer_norms.persimmon),
-    *(layer_norms.phi, layer_norms.stablelm, layer_norms.starcoder2),
+    *(layer_norms.gptj, layer_norms.jais2, layer_norms.nemotron, layer_norms.opt),
+    *(layer_norms.persimmon, layer_norms.phi, layer_norms.stablelm, layer_norms.starcoder2),
     *(llama.arcee, llama.ernie4_5, llama.exaone4, llama.granite, llama.granite_swa),
     *(llama.granitemoe, llama.granitemoe_swa, llama.granitemoeshared, llama.helium),
-    *(llama.hunyuan_v1_moe, llama.llama, llama.ministral3, llama.mistral, llama.nanochat),
-    *(llama.olmo, llama.olmo2, llama.phi3, llama.seed_oss, llama.smollm3),
+    *(llama.hunyuan_v1_moe, llama.hyperclovax, llama.llama, llama.ministral3, llama.mistral),
+    *(llama.nanochat, llama.olmo, llama.olmo2, llama.phi3, llama.seed_oss, llama.smollm3),
     *(mamba.bamba, mamba.falcon_h1, mamba.nemotron_h),
     *(mixtures.afmoe, mixtures.ernie4_5_moe, mixtures.flex_olmo, mixtures.gpt_oss),
     *(mixtures.minimax_m2, mixtures.mixtral, mixtures.olmoe, mixtures.phimoe),
-    *(qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_next),
+    *(qwen.mellum, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_next),
 )
 FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's model_type
     **{family.__name__: family for family in _NAMED_ALIKE},
@@ -64,6 +66,7 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
     "qwen3_5_text": qwen.qwen3_5,
     "qwen3_vl_moe_text": qwen.qwen3_vl_moe,
     "qwen3_vl_text": qwen.qwen3,
+    "sarvam_mla": deepseek.deepseek_v3,
 }
 
 

@@ -1,5 +1,5 @@
 """Families with layer norms: GPT-2, GPT-Neo, GPT-J, GPT-NeoX, StarCoder 1 and 2, CodeGen, OPT,
-Falcon, Persimmon, Phi-1 and Phi-2, Cohere 1 and 2, Nemotron and StableLM."""
+Falcon, Persimmon, Phi-1 and Phi-2, Cohere 1 and 2, Nemotron, Jais 2 and StableLM."""
 
 from __future__ import annotations
 
@@ -371,6 +371,18 @@ def nemotron(c: Config) -> Stack:
 
     def norm(module: str) -> Norm:
         return replace(layer_norm(module, c.norm_eps), plus_one=True)
+
+    def layer(i: int) -> Layer:
+        at = f"model.layers.{i}.mlp"
+        fed = plain(c, f"{at}.up_proj", f"{at}.down_proj", c.mlp_bias)
+        return layer_of(c, i, attention(c, i, c.attention_bias), fed, norm=norm)
+
+    return decoder(c, layer, norm=norm("model.norm"))
+
+
+def jais2(c: Config) -> Stack:
+    """Jais 2: squared ReLU without a gate."""
+    norm = partial(layer_norm, epsilon=c.layer_norm_eps)
 
     def layer(i: int) -> Layer:
         at = f"model.layers.{i}.mlp"

@@ -1,6 +1,6 @@
 """Llama and what is close to it: Seed-OSS, SmolLM3, Granite (dense and of experts), Mistral and
 Ministral, Phi-3 and Phi-4, Hunyuan (dense and of experts), EXAONE 4, OLMo 1 to 3, ERNIE 4.5, Arcee,
-Helium, CWM and nanochat."""
+Helium, CWM, HyperCLOVA X and nanochat."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from quickbeam.models.families.reading import (
     AFTER,
+    BEFORE,
     Config,
     activation,
     attention,
@@ -132,6 +133,18 @@ def granite(c: Config) -> Stack:
 def granite_swa(c: Config) -> Stack:
     """A sink for each head, windows, and angles of its own for each layer, or none."""
     return _granite(c, lambda i: gated(c, i, c.mlp_bias), _own_angles(c))
+
+
+def hyperclovax(c: Config) -> Stack:
+    """Granite whose logits are taken times their factor, with norms after as well or not."""
+    after = ("post_norm1", "post_norm2") if c.use_post_norm else ()
+
+    def layer(i: int) -> Layer:
+        mixer = attention(c, i, c.attention_bias, scaling=c.attention_multiplier)
+        fed = gated(c, i, c.mlp_bias)
+        return layer_of(c, i, mixer, fed, (*BEFORE, *after), residual=c.residual_multiplier)
+
+    return decoder(c, layer, scale=c.embedding_multiplier, head_scale=c.logits_scaling)
 
 
 def granitemoe(c: Config) -> Stack:
