@@ -108,7 +108,8 @@ def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
     for layer in stack.layers:
         if isinstance(of := layer.attention, Attention):
             sizes = [of.heads, of.kv_heads, of.kv_heads]
-            if len(of.qkv.weights) == 3 and all(one.parts == 1 for one in of.qkv.weights):
+            apart = all(one.parts == 1 and one.cut is None for one in of.qkv.weights)
+            if len(of.qkv.weights) == 3 and apart:
                 put(of.qkv, [size * of.head_dim for size in sizes], width)
             put(of.out, [width], of.heads * of.value_dim)
         if (mixer := layer.recurrent) is not None:
