@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NAMED_ALIKE: tuple[Callable[[Config], Stack], ...] = (
-    *(deepseek.deepseek_v2, deepseek.deepseek_v3, deepseek.glm4_moe_lite),
+    *(deepseek.deepseek_v2, deepseek.deepseek_v3, deepseek.glm4_moe_lite, deepseek.youtu),
     *(gemma.gemma, gemma.gemma2, gemma.vaultgemma),
     *(glm.dots1, glm.glm, glm.glm4, glm.glm4_moe, glm.solar_open),
     *(lfm2.lfm2, lfm2.lfm2_moe, lfm2.lfm3),

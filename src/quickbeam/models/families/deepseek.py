@@ -1,5 +1,5 @@
 """DeepSeek-V2 and V3, GLM-4.7 Flash: latent attention, dense layers first, then experts beside
-shared ones."""
+shared ones. Youtu-LLM: latent attention alone."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ def glm4_moe_lite(c: Config) -> Stack:
         return layer_of(c, i, attention(c, i, interleaved), fed)
 
     return decoder(c, layer)
+
+
+def youtu(c: Config) -> Stack:
+    """Youtu-LLM: no experts."""
+    c.ignore("embedding_initializer_range")  # of training
+    interleaved = bool(c.rope_interleave)
+    return decoder(c, lambda i: layer_of(c, i, attention(c, i, interleaved), gated(c, i)))
 
 
 def deepseek_v2(c: Config) -> Stack:
