@@ -27,7 +27,7 @@ from quickbeam.models.native_model import why_not_native
 from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagePool
 from quickbeam.models.recurrent import state_shape
-from quickbeam.models.stack import Stack
+from quickbeam.models.stack import Rotary, Stack
 from quickbeam.models.stack_tensors import ModelParameters
 from quickbeam.models.torch.model import TorchModel
 from quickbeam.params import SamplingParams
@@ -163,11 +163,17 @@ def turning(interleaved):
     return change
 
 
+def without_biases(layer):
+    norms = tuple(replace(norm, bias=None) for norm in layer.attention.norms)
+    return replace(layer, attention=replace(layer.attention, norms=norms))
+
+
 ROUTING, PARALLEL = "feed_forward.routing", "parallel_experts.experts.routing"
 WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
     "a window one too wide": ("mistral", wider(1)),
     "a window one too narrow": ("gemma3", wider(-1)),
     "no angles": ("llama", each("attention", rotary=None)),
+    "angles forwards": ("nanochat", each("attention", rotary=Rotary())),
     "angles in every layer": ("smollm3", angles_everywhere),
     "halves turn, not neighbours": ("cohere", turning(False)),
     "norms without the 1": ("gemma", each("attention_before", plus_one=False)),
@@ -197,6 +203,8 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
     "per-layer inputs of the token alone": ("gemma4-per_layer", unscaled),
     "experts without their scales": ("gemma4-experts", each(PARALLEL, scale=None)),
     "experts that read what the dense one reads": ("gemma4-experts", of_layers(as_dense)),
+    "positions from the first row": ("opt", lambda s: replace(s, first_position=0)),
+    "no biases of heads' norms": ("persimmon", of_layers(without_biases)),
     "no positions": ("gpt2", lambda s: replace(s, positions=None)),
     "weights of experts as they are": ("mixtral", each(ROUTING, renormalised=False)),
     "weights of experts that add up to 1": ("olmoe", each(ROUTING, renormalised=True)),

@@ -217,4 +217,5 @@ class Network(nn.Module):
         x: torch.Tensor = self.embedding_norm(rows * self.stack.scale)
         if self.positions is None:
             return x
-        return x + F.embedding(positions, self.positions).float()
+        rows = positions + self.stack.first_position
+        return x + F.embedding(rows, self.positions).float()
