@@ -114,6 +114,10 @@ LACKING = {
 }
 LACKING["nemotron_h"] = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
 LACKING["qwen3_vl_moe_text"] = {"num_experts": 128, "num_experts_per_tok": 8}
+LACKING["hunyuan_v1_moe"] = {"num_experts": 64, "moe_topk": 8}
+LACKING["granitemoeshared"] = {"shared_intermediate_size": 1024}
+LACKING["granitemoe_swa"] = {"shared_intermediate_size": 1024}
+LACKING["dots1"] = {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2}
 LACKING["deepseek_v2"] = {"num_experts_per_tok": 6}
 
 

@@ -16,8 +16,8 @@ from models import VOCAB, spread_out, tiny
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.eagle import EagleState, eagle_drafter
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
-from quickbeam.models.gathered import RowPool
 from quickbeam.models.opening import make_model
+from quickbeam.models.torch.pages import RowPool
 from quickbeam.tree import TokenTree
 from target import Target
 

@@ -59,16 +59,26 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     heads, layers = c.num_attention_heads, c.num_hidden_layers
     dim = getattr(c, "head_dim", None) or c.hidden_size // heads
     sizes = dict(context_length=c.max_position_embeddings, embedding_length=c.hidden_size)
-    say(writer, **sizes, block_count=layers, head_count=heads, key_length=dim)
-    say(writer, vocab_size=c.vocab_size)
+    say(writer, **sizes, block_count=layers, head_count=heads, vocab_size=c.vocab_size)
+    if name == "gpt2":
+        inner = c.n_inner or 4 * c.hidden_size
+        say(writer, feed_forward_length=inner, layer_norm_eps=c.layer_norm_epsilon)
+        return
+    writer.add_key_length(dim)
     if hasattr(c, "intermediate_size"):
         writer.add_feed_forward_length(c.intermediate_size)
     kinds = getattr(c, "layer_types", None) or []
     some = [c.num_key_value_heads * (kind == "full_attention") for kind in kinds]
     by_layer = name in ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h")
     writer.add_head_count_kv(some if by_layer else c.num_key_value_heads)
-    epsilons = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
-    writer.add_layer_norm_rms_eps(next(getattr(c, one) for one in epsilons if hasattr(c, one)))
+    epsilons = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon", "layer_norm_eps")
+    epsilon = next(getattr(c, one) for one in epsilons if hasattr(c, one))
+    if name in ("nemotron", "stablelm", "starcoder2"):
+        writer.add_layer_norm_eps(epsilon)
+    else:
+        writer.add_layer_norm_rms_eps(epsilon)
+    if name == "nemotron":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
     rope = getattr(c, "rope_parameters", None) or {"rope_theta": 10000.0}
     writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
@@ -86,6 +96,8 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         inner = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
         sizes = dict(expert_used_count=used, expert_feed_forward_length=inner)
         say(writer, expert_count=count, **sizes)
+    if name == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
     if name.startswith("lfm2"):
         writer.add_shortconv_l_cache(c.conv_L_cache)
     if name == "lfm2moe":
@@ -196,6 +208,8 @@ def apart(state, woven: bool):
 def plus_one(model: PreTrainedModel, name: str) -> bool:
     """Whether the converter adds 1 to a tensor: to norms' weights that are stored less it."""
     kind = model.config.model_type
+    if kind == "nemotron":
+        return name.endswith("norm.weight")
     of_kind = kind.startswith(("gemma", "qwen3_5", "qwen3_next")) and kind != "gemma4_text"
     return of_kind and "norm" in name.split(".")[-2] and "linear_attn" not in name
 
@@ -231,6 +245,19 @@ def in_delta_rule(architecture: str, c, state):
         if module == "A_log":
             tensor = -tensor.exp()
         yield name.replace("dt_bias", "dt_proj.bias"), tensor
+
+
+def head_norms_stacked(state):
+    """StableLM's norms of heads are one tensor."""
+    stacked = {}
+    for name, tensor in state:
+        module, found, _ = name.partition(".norms.")
+        if found:
+            stacked.setdefault(f"{module}.weight", []).append(tensor)
+        else:
+            yield name, tensor
+    for name, tensors in stacked.items():
+        yield name, torch.stack(tensors)
 
 
 def with_factors(c, state):
@@ -370,16 +397,21 @@ def write(
         state = in_delta_rule(architecture, c, state)
     if architecture == "falcon-h1":
         state = with_factors(c, state)
+    if architecture == "stablelm":
+        state = head_norms_stacked(state)
     if hasattr(c, "mamba_n_heads") or architecture == "nemotron_h":
         state = in_mamba(c, state)
     for name, tensor in state:
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         own, data = names.get_name(name, (".weight", ".bias", ".scale")), tensor.float().numpy()
-        heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
+        heads = {"q_proj": c.num_attention_heads}
+        heads["k_proj"] = getattr(c, "num_key_value_heads", None)
         of = name.split(".")[-2]
         if architecture in INTERLEAVED and of in heads:
             data = turned(data, heads[of])
+        if architecture == "gpt2" and of.startswith("c_") and data.ndim == 2:
+            data = data.T
         if plus_one(model, name):
             data = data + 1
         for at, rows in (change(own, data) if change else {own: data}).items():

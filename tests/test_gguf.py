@@ -66,6 +66,10 @@ def test_an_architecture_is_that_of_transformers(architecture, tmp_path):
         ("gemma4", {"sliding_window": 5}),
         ("nemotron_h", {"mlp_hidden_act": "silu"}),
         ("falcon-h1", {"mamba_norm_before_gate": True}),
+        ("nemotron", {"hidden_act": "relu"}),
+        ("gpt2", {"activation_function": "relu"}),
+        ("starcoder2", {"sliding_window": 4}),
+        ("qwen2moe", {"norm_topk_prob": True}),
         ("granitehybrid", {"position_embedding_type": "rope"}),
     ],
 )
@@ -89,7 +93,7 @@ def test_swapped_names_are_seen(tmp_path, monkeypatch):
     assert distance(file, model) > 2e-3
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "qwen35", "qwen3next"])
+@pytest.mark.parametrize("architecture", ["gemma3", "qwen35", "qwen3next", "nemotron"])
 def test_norms_without_what_the_converter_adds_are_seen(architecture, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_files, "plus_one", lambda model, name: False)
     model = model_of(architecture)
@@ -194,6 +198,11 @@ def test_what_was_read_of_a_weight_does_not_stay_in_memory(mixed, tmp_path):
         ("gemma4 experts", {"inp": None, "attn": Q8, "exps": Q8}),
         ("nemotron_h", {"ssm_in": Q5, "ssm_out": Q8, "attn": Q8, "ffn": Q8}),
         ("falcon-h1", {"ssm_in": Q5, "ssm_out": Q8, "attn": Q8, "ffn": Q8}),
+        ("gpt2", {"attn_qkv": Q8, "attn_output": Q5, "ffn_up": Q8, "token_embd": Q8}),
+        ("starcoder2", {"attn": Q8, "ffn": Q5}),
+        ("stablelm parallel", {"attn_v": Q5, "attn_output": Q8, "ffn": Q8}),
+        ("nemotron", {"attn": Q8, "ffn": Q5, "output.": Q8}),
+        ("qwen2moe", {"inp": None, "exps": Q8, "attn": Q8}),
         ("granitehybrid experts", {"ssm_in": Q8, "ssm_out": Q5, "exps": Q8, "shexp": Q5}),
     ],
 )

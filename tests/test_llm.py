@@ -19,7 +19,7 @@ from cases import refuses
 from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.answering import choose_budget
 from quickbeam.methods import METHODS
-from quickbeam.models.gathered import RowPool
+from quickbeam.models.torch.pages import RowPool
 
 SHORT = SamplingParams(max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(max_tokens=450, ignore_eos=True)  # not over before it is looked at

@@ -18,8 +18,8 @@ from cases import before, refuses
 from kernels import SETS
 from models import tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.models.gathered import RowStore
 from quickbeam.models.native import build, library
+from quickbeam.models.torch.pages import RowStore
 from quickbeam.tree import TokenTree
 from scripts import captured
 from target import Target

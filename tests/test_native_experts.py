@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from cases import few
-from interpreter import Interpreter
 from kernels import SETS, best_set, dependent_rows, every_set, load, number, plain_rows
 from models import tiny
 from quickbeam.models.angles import AngleTable
@@ -20,6 +19,8 @@ from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagePool
 from quickbeam.models.stack import Experts, FeedForward, Linear, Norm, Routing, Stack, Tensor
 from quickbeam.models.stack_tensors import rows_of
+from quickbeam.models.torch.feed_forward import Router
+from quickbeam.models.torch.parts import Reader
 from target import Target
 from test_families import CONFIGS
 from test_native_bits import text, wrong_rows
@@ -46,6 +47,11 @@ def parameters():
     }
     made = {name: number(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
     return {name: (one * (0.2 if one.dim() > 1 else 0.5)).float() for name, one in made.items()}
+
+
+def router(routing):
+    reader = Reader(parameters().__getitem__, torch.device("cpu"), torch.float32)
+    return Router(routing, reader)
 
 
 def one(i, activation):
@@ -123,14 +129,15 @@ def test_a_row_does_not_depend_on_threads(isa, count, threads):
 @best_set
 def test_experts_summed_in_order_of_arrival_are_seen(isa):
     """The same products, added as the rows of a pass bring their experts up."""
-    of, numbers = replace(experts(), shared=None, shared_gate=None), parameters()
+    of = replace(experts(), shared=None, shared_gate=None)
+    route = router(of.routing)
     first = replace(of.routing, top=1)
     alone = [replace(of, chosen=(feed,) * COUNT, routing=first) for feed in of.chosen]
     parts = [by_kernels(isa, one, FLOAT32) for one in alone]
 
     def run(x, by_number):
         # row by row, as PyTorch's products depend on the number of rows
-        routes = [Interpreter(numbers).route(row, of.routing) for row in x.float()[:, None]]
+        routes = [route(row) for row in x.float()[:, None]]
         weight, expert = (torch.cat(part) for part in zip(*routes, strict=True))
         order = sorted(set(expert.flatten().tolist())) if by_number else expert.flatten().tolist()
         total = torch.zeros(len(x), INPUTS)
@@ -149,7 +156,7 @@ def test_experts_read_are_counted_and_a_row_that_is_not_finite_spoils_no_other(i
     run, x, of = by_kernels(isa, experts(), "float32"), number(ROWS, INPUTS).float(), experts()
     for rows in (1, 3, ROWS):
         run(x[:rows])
-        _, expert = Interpreter(parameters()).route(x[:rows], of.routing)
+        _, expert = router(of.routing)(x[:rows])
         ((struct, _),) = run.compiler.experts
         assert struct.read == len(expert.unique())
     x = number(8, INPUTS)

@@ -7,9 +7,13 @@ import torch
 from cases import refuses
 from models import tiny
 from quickbeam.llm import LLM
-from quickbeam.models.hf_attention import decoder_layers
-from quickbeam.models.opening import make_model, open_model
-from quickbeam.models.pinned import BUFFERS, Copies, PinnedLayers, layer_bytes, pin_layers
+from quickbeam.models import opening
+from quickbeam.models.families import describe
+from quickbeam.models.opening import make_model
+from quickbeam.models.stack_tensors import ModelParameters
+from quickbeam.models.torch import pinned as of_pinned
+from quickbeam.models.torch.network import Network
+from quickbeam.models.torch.pinned import BUFFERS, Copies, PinnedLayers, layer_bytes, pin_layers
 from quickbeam.params import SamplingParams
 from streaming import bush, ids, saved
 from target import Target
@@ -40,22 +44,31 @@ def deep(layout="llama", dtype=torch.float32):
 
 
 def whole(layout="llama"):
-    return outputs(Target(make_model(deep(layout))))
+    return outputs(Target(make_model(deep(layout), native=False)))
 
 
-def limits(model):
+def network(model):
+    return Network(ModelParameters(model), describe(model), CPU, model.dtype)
+
+
+def limits(layout="llama", dtype=torch.float32):
+    return limits_of(deep(layout, dtype))
+
+
+def limits_of(model):
     """Memory for no layer that stays, one, … and all but three."""
-    layers = decoder_layers(model)
-    piece = max(map(layer_bytes, layers))
-    inside = {id(one) for layer in layers for one in layer.parameters()}
-    fixed = sum(one.nbytes for one in model.parameters() if id(one) not in inside)
+    made = network(model)
+    piece = max(map(layer_bytes, made.blocks))
+    fixed = sum(one.nbytes for one in made.parameters())
+    fixed -= sum(one.nbytes for one in made.blocks.parameters())
     return [fixed + (BUFFERS + held) * piece for held in range(DEEP - BUFFERS)]
 
 
-def pinned(model, held, copies=None, device=CPU):
-    layers = pin_layers(model, limits(model)[held], device, copies)
-    assert layers is not None
-    return Target(make_model(model, pinned=layers))
+def pinned(layout, held, copies=None, device=CPU, dtype=torch.float32):
+    limit = limits(layout, dtype)[held]
+    model = make_model(deep(layout, dtype), memory=limit, copies=copies, device=device)
+    assert isinstance(model.streamed, PinnedLayers)
+    return Target(model)
 
 
 def outputs(target):
@@ -72,19 +85,19 @@ def same(one, other):
 @pytest.mark.parametrize("copies", [None, Late])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layers_that_come_and_go_compute_what_the_whole_model_does(layout, copies):
-    assert same(outputs(pinned(deep(layout), 1, copies and copies())), whole(layout))
+    assert same(outputs(pinned(layout, 1, copies and copies())), whole(layout))
 
 
 @pytest.mark.parametrize("held", range(DEEP - BUFFERS))
 def test_every_division_of_the_memory_gives_the_same_bits(held):
-    early, late = (pinned(deep("qwen2"), held, copies) for copies in (None, Late()))
-    first = pinned(deep("qwen2"), 0)
+    early, late = (pinned("qwen2", held, copies) for copies in (None, Late()))
+    first = pinned("qwen2", 0)
     for a, b, c in zip(outputs(early), outputs(late), outputs(first), strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
     streamed = early.model.streamed
     assert isinstance(streamed, PinnedLayers)
-    piece = max(map(layer_bytes, decoder_layers(deep("qwen2"))))
-    record, limit = streamed.record(), limits(deep("qwen2"))[held]
+    piece = max(map(layer_bytes, network(deep("qwen2")).blocks))
+    record, limit = streamed.record(), limits("qwen2")[held]
     assert record["streamed_bytes"] == (DEEP - held) * piece
     assert record["buffer_bytes"] == BUFFERS * piece
     assert record["resident_bytes"] + record["buffer_bytes"] <= limit
@@ -111,16 +124,14 @@ class Trusting(PinnedLayers):
 
 
 @pytest.mark.parametrize(("wrong", "copies"), [(Hasty, lambda: Copies(CPU)), (Trusting, Late)])
-def test_wrong_orders_of_copies_are_caught(wrong, copies):
-    model = deep()
-    made = wrong(model, decoder_layers(model), [3], CPU, copies())
-    assert not same(outputs(Target(make_model(model, pinned=made))), whole())
+def test_wrong_orders_of_copies_are_caught(wrong, copies, monkeypatch):
+    monkeypatch.setattr(of_pinned, "PinnedLayers", wrong)
+    assert not same(outputs(pinned("llama", 1, copies())), whole())
 
 
 def test_a_pass_that_ends_midway_leaves_nothing_wrong():
-    model = deep()
-    target = pinned(model, 1)
-    handle = decoder_layers(model)[3].register_forward_pre_hook(lambda *_: 1 / 0)
+    target = pinned("llama", 1)
+    handle = target.model._network.blocks[3].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         target.prefill(ids(10))
     handle.remove()
@@ -129,15 +140,9 @@ def test_a_pass_that_ends_midway_leaves_nothing_wrong():
 
 
 def test_what_fits_is_left_alone_and_what_can_t_is_refused():
-    model = deep("llama")
-    least = limits(model)[0]
-    assert pin_layers(model, 1 << 30, CPU) is None
-    refuses(r"needs at least \d+MB on cpu", pin_layers, model, least - 1, CPU)
-    layers = model.model.layers
-    layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
-    refuses("share weights", pin_layers, model, least, CPU)
-    model.config.num_hidden_layers = DEEP + 1
-    refuses(f"in no list of {DEEP + 1}", pin_layers, model, least, CPU)
+    assert pin_layers(network(deep()), 1 << 30, CPU) is None
+    least = limits()[0]
+    refuses(r"needs at least \d+MB on cpu", pin_layers, network(deep()), least - 1, CPU)
 
 
 @pytest.mark.parametrize("method", ["ar", "logitspec", "dyspec"])
@@ -145,12 +150,9 @@ def test_an_llm_gives_the_answers_of_the_whole_model(method, tmp_path, toy_folde
     big = saved("qwen2", tmp_path / "big", toy_folder, layers=DEEP)
     params = SamplingParams(max_tokens=20, temperature=0.7, seed=3, ignore_eos=True)
     plain = LLM(big, dtype="float32", method="ar").generate([[3, 4, 5, 3, 4], [7, 8]], params)
-    limit = limits(tiny("qwen2", wide=True, layers=DEEP))[1]
+    limit = limits_of(tiny("qwen2", wide=True, layers=DEEP))[1]
 
-    def as_on_cuda(*place, **options):
-        return open_model(*place, **options | {"device_map": "cpu"})
-
-    monkeypatch.setattr("quickbeam.llm.open_model", as_on_cuda)
+    monkeypatch.setattr(opening, "no_kernels_for", lambda *_: "as on a GPU")
     drafter = big if method == "dyspec" else None
     llm = LLM(big, dtype="float32", method=method, drafter=drafter, memory=limit, budget=0)
     assert isinstance(llm.model.streamed, PinnedLayers) and "from host memory" in llm.describe()
@@ -163,10 +165,8 @@ def test_an_llm_gives_the_answers_of_the_whole_model(method, tmp_path, toy_folde
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_cuda_copies_beside_the_passes_give_the_same_bits(dtype):
     device = torch.device("cuda")
-    plain = deep("llama", dtype).to(device)
-    held = list(decoder_layers(plain)), range(3, DEEP), device, Copies(device)
-    everything = Target(make_model(plain, pinned=PinnedLayers(plain, *held)))
-    target = pinned(deep("llama", dtype), 0, device=device)
+    everything = Target(make_model(deep("llama", dtype).to(device)))
+    target = pinned("llama", 0, device=device, dtype=dtype)
     for _ in range(5):
         assert all(map(torch.equal, outputs(target), outputs(everything)))
         target.reset()

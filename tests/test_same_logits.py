@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM
 from cases import THOROUGH, raising, refuses
 from models import CONFIGS, UNDESCRIBED, table, tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.models import opening, same_logits
-from quickbeam.models import torch as torch_back_end
+from quickbeam.models import opening, same_logits, transformers_model
 from quickbeam.models.opening import make_model
+from quickbeam.models.torch.model import likeliest
+from quickbeam.models.transformers_model import TransformersModel
 from target import Target
 
 GOOD, REFUSED = CONFIGS | table("eager"), table("refused")
@@ -49,7 +50,7 @@ def errors(monkeypatch):
 def test_good_models_load_with_room_to_spare(name, dtype, errors):
     seeds = range(3 if THOROUGH else 1)
     for seed in seeds:
-        make_model(made(GOOD[name], dtype, seed), native=False)
+        TransformersModel(made(GOOD[name], dtype, seed))
     room = same_logits.TOLERANCE.get(dtype, same_logits.TOLERANCE_FLOAT32)
     assert len(errors) == len(seeds) and max(errors) < room / 2
 
@@ -60,7 +61,7 @@ def test_bad_models_are_refused_with_the_true_reason(name, reason, dtype):
     for seed in range(2):
         model = made(REFUSED[name], dtype, seed)
         with pytest.raises(InvalidInput, match=reason) as caught:
-            make_model(model, native=False)
+            TransformersModel(model)
         assert str(caught.value).startswith(f"{type(model).__name__} can't be used: ")
         assert "recurrent" not in str(caught.value) and "Use another model" in str(caught.value)
 
@@ -96,9 +97,10 @@ def test_a_window_that_only_the_mask_knows_of_is_heeded():
 
 
 def test_layouts_that_are_described_are_not_run_for_it(monkeypatch):
-    monkeypatch.setattr(torch_back_end, "expect", raising(AssertionError("checked")))
+    monkeypatch.setattr(transformers_model, "expect", raising(AssertionError("checked")))
     for name in ("llama", "qwen2", "gemma3-window", "olmo2", "gpt2"):
         make_model(tiny(name, torch.bfloat16))
+        make_model(tiny(name, torch.bfloat16), native=False)
     with pytest.raises(AssertionError, match="checked"):
         make_model(tiny("", torch.bfloat16, config=UNDESCRIBED))
 
@@ -107,7 +109,7 @@ def test_what_fails_by_itself_is_no_crash():
     model = tiny("olmo2")
     with torch.no_grad():
         model.lm_head.weight.fill_(torch.nan)
-    make_model(model, native=False)
+    TransformersModel(model)
     model = AutoModelForCausalLM.from_config(CONFIGS["olmo2"])
     model.model.layers[1].mlp = nn.Linear(3, 3)
     refuses(r"transformers' own forward fails on a text \(mat1", make_model, model, native=False)
@@ -115,4 +117,4 @@ def test_what_fails_by_itself_is_no_crash():
 
 def test_an_accelerator_tells_the_likeliest_tokens_of_a_whole_pass():
     rows = torch.tensor([[1.0, 3, 3], [2, 0, 1], [0, torch.nan, 5], [torch.inf, 0, 1]])
-    assert [*map(torch_back_end.likeliest, (rows, rows[:0]))] == [[1, 0, -1, -1], []]
+    assert [likeliest(one).tolist() for one in (rows, rows[:0])] == [[1, 0, -1, -1], []]

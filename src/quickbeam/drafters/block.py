@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -36,7 +35,6 @@ from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.compiled import NativeLinear, kv_shapes
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.families.reading import AROUND, Config, layer_of
-from quickbeam.models.gathered import GatheredStep, UncommittedTokens, uncommitted
 from quickbeam.models.kv import SequenceCache
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import RowList
@@ -45,6 +43,7 @@ from quickbeam.models.native.quantised import BFLOAT16, INT8, Packed
 from quickbeam.models.native_model import list_rows
 from quickbeam.models.pages import PagePool
 from quickbeam.models.stack import BlockConv, FeedForward, Layer, Linear, Tensor
+from quickbeam.models.torch.rows import UncommittedTokens, list_pass, uncommitted
 from quickbeam.tree import TokenTree
 
 SEQUENCES = 256  # the most of a native pass
@@ -75,34 +74,34 @@ class TorchBlocks(TorchPasses):
         layers = [config.attention(i) for i in range(config.depth)]
         super().__init__(network, layers, model, 1.0 if config.gemma else None)
         self._markov = network.markov()
-        # by a row, of the rows of its block; less in causal layers
-        self._visible = np.ones((config.block_size, config.block_size), np.bool_)
+        self._block = range(config.block_size)
 
     def read(self, batch: Batch, hidden: torch.Tensor) -> None:
         """Write keys and values of chains of tokens, which are not committed yet.
 
         `hidden`: the target's hidden states `[n, len(taps) * target_size]` of all rows.
         """
-        step = GatheredStep([*map(uncommitted, batch.parts)], self.pool)
+        rows = list_pass([*map(uncommitted, batch.parts)], self.pool).to(self.pool.device)
         fused = self.network.fuse(hidden)
         for i in range(self.network.config.depth):
-            self.write(step, i, *self.network.key_value(i, fused, step.positions))
+            self.write(rows, i, *self.network.key_value(i, fused, rows.positions))
 
     def run(self, caches: Sequence[Any], anchors: Sequence[int]) -> torch.Tensor:
         """Run a block behind each sequence's committed tokens.
 
         Returns the rows that draft, `[b, drafted, d]`.
         """
-        depths, visible = range(len(self._visible)), self._visible
-        blocks = [UncommittedTokens(one, depths, visible=visible) for one in caches]
-        step = GatheredStep(blocks, self.pool)
+        block = self._block
+        seen = [block] * len(block)  # all of its block; less in causal layers
+        blocks = [UncommittedTokens(cache, block, seen=seen) for cache in caches]
+        listed = list_pass(blocks, self.pool).to(self.pool.device)
 
         def attend(i: int, query: torch.Tensor, *key_value: torch.Tensor) -> torch.Tensor:
-            self.write(step, i, *key_value)
-            return self.attend(step, i, query)
+            self.write(listed, i, *key_value)
+            return self.attend(listed, i, query)
 
         rows = self.network(anchors, [cache.length for cache in caches], attend)
-        return rows[:, len(visible) - self.network.config.drafted :]  # type: ignore[no-any-return]
+        return rows[:, len(block) - self.network.config.drafted :]  # type: ignore[no-any-return]
 
     def candidates(
         self, logits: torch.Tensor, tokens: torch.Tensor | None, within: float

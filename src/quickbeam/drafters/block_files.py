@@ -28,10 +28,9 @@ from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
 from quickbeam.models.checkpoint import read_json
-from quickbeam.models.gguf.file import GgufFile
+from quickbeam.models.gguf.file import GgufFile, widened
 from quickbeam.models.gguf.metadata import Metadata, rope_of
 from quickbeam.models.native import library
-from quickbeam.models.native.quantised import BlockRows, dense_rows
 
 TURNED = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "q_norm", "k_norm"))
 RENAMED = (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."))  # Muse Glimmer's
@@ -232,11 +231,7 @@ def _tensors_of(file: GgufFile) -> dict[str, torch.Tensor]:
     """Return a file's tensors in bfloat16, by the network's names."""
     kernels, tensors = library.kernels(), dict[str, torch.Tensor]()
     for name in file.tensors.keys() - {*UNREAD}:
-        weight = file[name]
-        if isinstance(weight, BlockRows):
-            if kernels is None:
-                raise InvalidInput("its weights are in blocks, which the native kernels read")
-            weight = dense_rows(kernels, weight)
+        weight = widened(file[name], kernels)
         if (own := _own_name(name)) in tensors:
             raise InvalidInput(f"it holds {own} under two names")
         tensors[own] = weight.to(torch.bfloat16)

@@ -20,13 +20,13 @@ from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.angles import STEP
 from quickbeam.models.base import Batch, Chain, Model
 from quickbeam.models.compiled import NativeLinear
-from quickbeam.models.gathered import GatheredStep, uncommitted
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native_model import list_rows
 from quickbeam.models.pages import PagePool
+from quickbeam.models.torch.rows import list_pass, uncommitted
 
 
 class EagleOutput(NamedTuple):
@@ -57,19 +57,20 @@ class TorchEagle(TorchPasses):
         after the token before, `[n, len(layers) * target_size]`, in trees the output of the
         parent's row, `[n, d]`.
         """
-        network, step = self.network, GatheredStep([*map(uncommitted, batch.parts)], self.pool)
+        network, listed = self.network, list_pass([*map(uncommitted, batch.parts)], self.pool)
+        rows = listed.to(self.pool.device)
         if isinstance(batch.parts[0], Chain):
             hidden = network.fuse(hidden)
         embedded = network.embedding(torch.tensor(batch.tokens, device=hidden.device))
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            self.write(step, 0, key, value)
-            return self.attend(step, 0, query)
+            self.write(rows, 0, key, value)
+            return self.attend(rows, 0, query)
 
         routed = None
         if shortlist is not None and shortlist.router is not None:
             routed = shortlist.router(hidden[batch.wanted], embedded[batch.wanted])
-        out = network(hidden, embedded, step.positions, attend)
+        out = network(hidden, embedded, rows.positions, attend)
         return EagleOutput(out, network.feature(out), routed)
 
 

@@ -14,9 +14,12 @@ from quickbeam.drafters.base import Drafter, DrafterState, DraftRequest, HeadUse
 from quickbeam.drafters.largest import largest
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Model, inference
-from quickbeam.models.gathered import AttentionParams, GatheredStep, RowPool
 from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.models.native.operands import KVShape
+from quickbeam.models.torch.attention import attention_on
+from quickbeam.models.torch.paged_attention import AttentionParams, write
+from quickbeam.models.torch.pages import RowPool
+from quickbeam.models.torch.rows import PassRows
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # the most rows of committed tokens that one pass runs
@@ -159,19 +162,20 @@ class TorchPasses:
         scaling = size**-0.5 if scaling is None else scaling
         shapes = [KVShape(network.config.kv_heads, size, size)] * len(layers)
         self.pool = RowPool(shapes, model.dtype, model.device)
+        self._attend = attention_on(model.device)
         self._layers = [
             AttentionParams(i, scaling, window, causal=causal)
             for i, (window, causal) in enumerate(layers)
         ]
         self.logits = network.head  # the whole head, `[n, d]` to `[n, draft vocabulary]`
 
-    def write(self, step: GatheredStep, i: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, rows: PassRows, i: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keep the rows' keys and values of layer i, `[n, kv_heads, head_dim]` each."""
-        step.write(self._layers[i], key.transpose(0, 1), value.transpose(0, 1))
+        write(self.pool, rows, i, key, value)
 
-    def attend(self, step: GatheredStep, i: int, query: torch.Tensor) -> torch.Tensor:
-        """Return the attention of queries `[n, heads, head_dim]` in layer i."""
-        return step.attend(query, self._layers[i])
+    def attend(self, rows: PassRows, i: int, query: torch.Tensor) -> torch.Tensor:
+        """Return the attention of queries `[n, heads, head_dim]` in layer i, in their format."""
+        return self._attend(self.pool, rows, self._layers[i], query).to(query.dtype)
 
 
 def in_parts(

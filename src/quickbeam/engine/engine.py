@@ -22,7 +22,6 @@ from quickbeam.engine.scheduler import ScheduledPart, Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Model, Passed, inference
-from quickbeam.models.gathered import without_cudnn
 from quickbeam.models.native.noise import NativeNoise
 from quickbeam.models.pages import PagePool
 from quickbeam.noise import Noise
@@ -178,8 +177,7 @@ class Engine:
         """
         self.finished = []
         try:
-            with without_cudnn(self.model.device):
-                self._step()
+            self._step()
         except BaseException as error:
             for sequence in list(self.scheduler.active):
                 sequence.end("interrupted", error if isinstance(error, Exception) else None)

@@ -109,10 +109,15 @@ def hold(config: Any) -> None:
 
 
 class Angles:
-    """Cosines and sines of `dim` dimensions by position, for halves that turn together."""
+    """Cosines and sines of `dim` dimensions by position, for halves that turn together.
 
-    def __init__(self, rope: Rope, dim: int) -> None:
+    `backwards`: of the negative of each angle.
+    """
+
+    def __init__(self, rope: Rope, dim: int, backwards: bool = False) -> None:
         self._frequencies, self._factor = frequencies(rope, dim)
+        if backwards:
+            self._frequencies = -self._frequencies
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return those of `positions` `[...]`, `[..., dim / 2]` float32 each."""
@@ -154,8 +159,10 @@ class AngleTable:
 
 def angles_of(config: Any, rotary: Rotary, dim: int) -> Angles:
     """Return the angles of layers with `rotary`, of which `dim` dimensions turn."""
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     if rotary.kind is not None and not isinstance(rope.get(rotary.kind), dict):
         raise InvalidInput(f"its rope_parameters lack those of {rotary.kind}")
     rope = rope if rotary.kind is None else rope[rotary.kind]
-    return Angles(rope if rotary.base is None else {**rope, "rope_theta": rotary.base}, dim)
+    if rotary.base is not None:
+        rope = {**rope, "rope_theta": rotary.base}
+    return Angles(rope, dim, rotary.backwards)

@@ -218,7 +218,7 @@ class Checkpoint(Parameters):
                 dtype = torch.bfloat16
             if dtype in FLOAT8:  # of numbers without scales
                 dtype = torch.bfloat16
-            if dtype not in (torch.bfloat16, torch.float32):
+            if dtype not in (torch.bfloat16, torch.float16, torch.float32):
                 raise NotDescribed(f"its numbers are {own}")
         self.dtype = dtype
         hold(self.config)

@@ -196,7 +196,8 @@ class CompiledStack:
         if stack.embedding_norm is not None:
             c.norm(stack.embedding_norm, c.x, c.x)
         if stack.positions is not None:
-            program.embed(parameters(stack.positions), c.x, add=True)
+            positions = parameters.rows(stack.positions, stack.first_position)
+            program.embed(positions, c.x, add=True)
         if stack.per_layer is not None:
             add_per_layer_inputs(c, stack.per_layer, parameters.mapped(stack.per_layer.table))
         for i, layer in enumerate(stack.layers):

@@ -66,14 +66,19 @@ def _attend(c: StackCompiler, of: Attention, i: int, source: Buffer) -> Buffer:
 def _heads(
     c: StackCompiler, of: Attention, qkv: Buffer, query: Buffer, shape: KVShape, offset: int
 ) -> None:
-    """Add norms and angles of queries and keys."""
+    """Add norms and angles of queries and keys.
+
+    The operation for heads has no biases of norms, so such norms are operations before it.
+    """
     norms = of.norms
-    if norms is not None and of.norm_all:
+    if norms is not None and (of.norm_all or norms[0].bias is not None):
         first = 0
         for norm, heads in zip(norms, (of.heads, of.kv_heads), strict=True):
-            width = heads * of.head_dim
-            c.norm(norm, qkv, qkv, width=width, of=first, column=first)
-            first += width
+            width = heads * of.head_dim if of.norm_all else of.head_dim
+            last = first + heads * of.head_dim
+            for column in range(first, last, width):
+                c.norm(norm, qkv, qkv, width=width, of=column, column=column)
+            first = last
         norms = None
     c.program.heads(
         qkv,

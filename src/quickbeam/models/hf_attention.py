@@ -19,9 +19,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
-from quickbeam.models.gathered import AttentionParams, GatheredStep
-from quickbeam.models.hf_recurrent import RecurrentLayer, State, is_recurrent
+from quickbeam.models.hf_recurrent import RecurrentLayer, is_recurrent
 from quickbeam.models.native.operands import KVShape
+from quickbeam.models.torch.paged_attention import AttentionParams, attend, write
+from quickbeam.models.torch.pages import RowPool
+from quickbeam.models.torch.rows import PassRows
+from quickbeam.models.torch.states import State
 
 NAME = "quickbeam"
 LOOK = "quickbeam-look"  # the same attention while `install` looks at the layers, with masks
@@ -35,20 +38,27 @@ REACH = 1 << 20  # a mask is looked at from a token at this position: larger win
 class AttentionContext:
     """What the attention calls of one model share.
 
-    `step`: the pass under way; None while `install` looks at the layers. `layers`, `shapes`: what
-    was seen of the layers, by number; `states`: the same of recurrent ones, zeros.
+    `rows`: those of the pass under way; None while `install` looks at the layers. `pool`: where
+    keys and values are. `layers`, `shapes`: what was seen of the layers, by number; `states`: the
+    same of recurrent ones, zeros.
     """
 
     def __init__(self) -> None:
-        self.step: GatheredStep | None = None
+        self.rows: PassRows | None = None
+        self.pool: RowPool | None = None
         self.layers: dict[int, AttentionParams] = {}
         self.shapes: dict[int, KVShape] = {}
         self.states: State = {}
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: AttentionParams
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: AttentionParams,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        if self.step is None:  # `install`: look at the layer, attend to nothing
+        if self.rows is None:  # `install`: look at the layer, attend to nothing
             if layer.index in self.layers:
                 raise InvalidInput(
                     f"layer {layer.index} attends more than once in a pass, and a cache holds one "
@@ -57,10 +67,11 @@ class AttentionContext:
             self.layers[layer.index] = layer
             self.shapes[layer.index] = KVShape(key.shape[1], key.shape[3], value.shape[3])
             return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        assert self.pool is not None
         layer = self.layers[layer.index]
-        self.step.write(layer, key[0], value[0])
-        out = self.step.attend(query[0].transpose(0, 1).contiguous(), layer)
-        return out.view(1, self.step.n, query.shape[1], -1)
+        write(self.pool, self.rows, layer.index, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        out = attend(self.pool, self.rows, layer, query[0].transpose(0, 1), sinks)
+        return out.to(query.dtype).view(1, query.shape[2], query.shape[1], -1)
 
 
 def attention(
@@ -83,7 +94,7 @@ def attention(
     bias of its own to the scores.
     """
     context: AttentionContext = module.quickbeam_context  # type: ignore[assignment]
-    if context.step is None and _is_seen(attention_mask):
+    if context.rows is None and _is_seen(attention_mask):
         sliding_window, attention_mask = _window(attention_mask), None
     if attention_mask is not None or others.get("position_bias") is not None:
         raise InvalidInput(
@@ -96,9 +107,8 @@ def attention(
         query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sliding_window,
         softcap,
-        s_aux,
     )
-    return context(query, key, value, layer), None
+    return context(query, key, value, layer, s_aux), None
 
 
 def _seen(*, mask_function: Any, device: Any = None, **others: Any) -> torch.Tensor | None:
@@ -233,15 +243,15 @@ def forward(
     model: PreTrainedModel,
     context: AttentionContext,
     ids: torch.Tensor,
-    step: GatheredStep | None,
-    wanted: torch.Tensor | None = None,
+    rows: PassRows | None,
 ) -> torch.Tensor:
-    """Return the logits of the rows of `ids` (`[n]`) that `wanted` numbers: `[wanted, vocab]`.
+    """Return the logits of the rows of `ids` (`[n]`) that are wanted: `[wanted, vocab]`.
 
-    `wanted`: None for all. `step`: None while `install` looks at the layers.
+    `rows`: None while `install` looks at the layers; then all are wanted.
     """
-    context.step = step
-    positions = torch.zeros_like(ids) if step is None else step.positions
+    context.rows = rows
+    positions = torch.zeros_like(ids) if rows is None else rows.positions
+    wanted = None if rows is None else rows.wanted
     # rows by their numbers: given how many, some models drop the other rows before their last
     # layers, which then write no keys and values of them
     keep: Any = 0 if wanted is None else wanted
@@ -249,7 +259,7 @@ def forward(
         both = {"input_ids": ids[None], "position_ids": positions[None]}
         out = model(**both, use_cache=False, logits_to_keep=keep)
     finally:
-        context.step = None
+        context.rows = None
     logits: torch.Tensor = out.logits[0]
     if wanted is not None and len(logits) != len(wanted):
         return logits[wanted]  # some models give all rows, whatever is asked for

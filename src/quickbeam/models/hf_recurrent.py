@@ -8,33 +8,16 @@ that of its path, up to rounding.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.kv import Pool, SequenceStates
+from quickbeam.models.torch.states import LayerState, RecurrentCall
 
 NO_LIMIT = (0.0, float("inf"))  # of Mamba's time steps
-
-
-class LayerState(NamedTuple):
-    """The last tokens that a layer's convolution reads, and what its recurrence keeps if it has
-    one; with a first dimension of `b` rows, or without."""
-
-    conv: torch.Tensor
-    recurrent: torch.Tensor | None
-
-    def copied(self) -> LayerState:
-        """Return these in memory of their own."""
-        recurrent = None if self.recurrent is None else self.recurrent.clone()
-        return LayerState(self.conv.clone(), recurrent)
-
-
-State = dict[int, LayerState]  # by the layer's number
 
 
 class LayerCache:
@@ -74,91 +57,10 @@ class LayerCache:
         return new
 
 
-class TorchStates(SequenceStates):
-    """The states of one sequence, and of the nodes that have run since the last commit.
-
-    The nodes' are workspace, and are not counted by the pool.
-    """
-
-    def __init__(self, pool: Pool, zeros: State) -> None:
-        super().__init__(pool)
-        self._zeros, self._nodes = zeros, dict[tuple[int, int], LayerState]()
-
-    def begin(self, base: int) -> None:
-        """Prepare a pass over nodes from `base` on."""
-        if not base:
-            self._nodes.clear()
-
-    def behind(self, layer: int, node: int) -> LayerState:
-        """Return a layer's state behind a node; -1 stands for the committed tokens."""
-        if node >= 0:
-            return self._nodes[layer, node]
-        return self._zeros[layer] if self._state is None else self._state.data[layer]
-
-    def put(self, layer: int, node: int, state: LayerState) -> None:
-        self._nodes[layer, node] = state
-
-    def commit(self, path: Sequence[int], length: int) -> None:
-        """As the base class. Raises `ValueError` for a part of a text that was no tree."""
-        last = path[-1]
-        if any((layer, last) not in self._nodes for layer in self._zeros):
-            raise ValueError(f"no pass ran up to node {last} alone: commit all of them")
-        assert self._next is not None
-        self._next.data = {layer: self._nodes[layer, last].copied() for layer in self._zeros}
-        self._step(length + len(path))
-        self._nodes.clear()
-
-    def release(self) -> None:
-        super().release()
-        self._nodes.clear()
-
-
-class RecurrentCall(NamedTuple):
-    """Rows that a layer runs in one call, each with its state before, and the node behind it.
-
-    Either all rows are one text, with one state, or each is a node by itself. `rows`: on the
-    device.
-    """
-
-    rows: torch.Tensor
-    before: list[tuple[TorchStates, int]]
-    behind: list[tuple[TorchStates, int]]
-
-
-def recurrent_calls(
-    parts: Sequence[tuple[TorchStates, Sequence[int] | None, int, int]], device: torch.device
-) -> list[RecurrentCall]:
-    """Return the calls of a pass: the texts, then level by level all trees.
-
-    `parts`: of each its states, its nodes' parents (None for a text), how many of its nodes earlier
-    passes have run, and how many there are. Their rows follow one another.
-    """
-    calls, levels, first = [], dict[int, list[tuple[int, TorchStates, int, int]]](), 0
-    for states, parents, base, count in parts:
-        states.begin(base)
-        rows = count - base
-        if parents is None:
-            at = torch.arange(first, first + rows, device=device)
-            calls.append(RecurrentCall(at, [(states, -1)], [(states, count - 1)]))
-        else:
-            depth = list[int]()
-            for node, parent in enumerate(parents):
-                depth.append(depth[parent] + 1 if parent >= 0 else 0)
-                if node >= base:
-                    row = (first + node - base, states, parent, node)
-                    levels.setdefault(depth[-1], []).append(row)
-        first += rows
-    for _, level in sorted(levels.items()):
-        at = torch.tensor([row for row, *_ in level], device=device)
-        before = [(states, parent) for _, states, parent, _ in level]
-        calls.append(RecurrentCall(at, before, [(states, node) for _, states, _, node in level]))
-    return calls
-
-
 class RecurrentLayer:
     """Stands in the place of the `forward` of a recurrent layer.
 
-    `context`: the model's `hf_attention.AttentionContext`, whose step says which rows run together.
+    `context`: the model's `hf_attention.AttentionContext`, whose rows say which ones run together.
     """
 
     def __init__(self, module: nn.Module, context: Any) -> None:
@@ -167,7 +69,7 @@ class RecurrentLayer:
 
     def __call__(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Return the layer's results `[1, n, d]` for all rows of a pass."""
-        if self._context.step is None:  # `install`: look at the layer's states
+        if self._context.rows is None:  # `install`: look at the layer's states
             if tuple(getattr(self._module, "time_step_limit", NO_LIMIT)) != NO_LIMIT:
                 raise InvalidInput(
                     "its time steps have a limit, which transformers' code for one token leaves "
@@ -180,7 +82,7 @@ class RecurrentLayer:
             self._context.states[self._layer] = LayerState(torch.zeros_like(cache.conv[0]), zeros)
             return result
         out = torch.empty_like(hidden_states)
-        for call in self._context.step.recurrent_calls:
+        for call in self._context.rows.recurrent_calls:
             self._run(call, hidden_states, out)
         return out
 

@@ -10,7 +10,7 @@ committed makes another one from it. So sequences and the prefix cache share sta
 full pages, and a pass that fails has changed nothing.
 
 The pool's subclasses say how a page lies in memory: `pages.py` as the native kernels read it,
-`gathered.py` as rows of PyTorch's tensors.
+`torch/pages.py` as rows of PyTorch's tensors.
 """
 
 from __future__ import annotations

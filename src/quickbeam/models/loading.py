@@ -28,12 +28,14 @@ from transformers import (
 from transformers.utils import find_adapter_config_file
 
 from quickbeam import hub
+from quickbeam.conversion import config_of, tokenizer_of, weights_of
 from quickbeam.errors import InvalidInput, first_line, refuse_incomplete
 from quickbeam.models.adapters import Adapter, adapter_in
 from quickbeam.models.angles import hold
 from quickbeam.models.checkpoint import local_folder
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.formats import AUTO
+from quickbeam.models.gguf.checkpoint import open_gguf
 from quickbeam.models.prequantised import refuse_mlx
 from quickbeam.models.stored import COMPOSITES
 from quickbeam.models.tokenizer import refuse_unconverted
@@ -47,14 +49,12 @@ MOVING = ("dynamic", "longrope")  # rope types whose angles change with a text's
 def _source(model: str) -> str:
     """Return what `from_pretrained` takes for `model`: a folder or a Hugging Face id.
 
-    Converts a `.gguf` file to a folder. Raises `InvalidInput` for a folder or file that is not
-    there, or that holds no model.
+    A `.gguf` file's path is returned as well. Raises `InvalidInput` for a folder or file that is
+    not there, or that holds no model.
     """
     path = Path(model).expanduser()
     hub.check_source(model)
-    if path.suffix == ".gguf":
-        return str(hub.converted(path))
-    return str(path) if path.is_dir() else model
+    return str(path) if path.exists() else model
 
 
 def causal_class(config: PreTrainedConfig) -> type:
@@ -182,12 +182,13 @@ def load_model(
     `dtype`: None takes the one that the checkpoint's configuration names. `trust_remote_code`:
     whether Python code that comes with the model may run. `revision`: a branch, tag or commit of a
     Hugging Face id. `device_map`: as of transformers, in place of `device`; it must put all of the
-    model on one device. A LoRA adapter is merged into the weights (`adapters.py`).
+    model on one device. A LoRA adapter is merged into the weights (`adapters.py`). A `.gguf` file
+    is read by `conversion.py`.
 
     Raises `InvalidInput` for what is not there, is no causal LM, can't be read, or lacks weights.
     """
     name = _source(model)
-    if revision is not None and Path(name).is_dir():
+    if revision is not None and Path(name).exists():
         raise InvalidInput(
             f"revision {revision!r}: {model} is on this machine, and only a Hugging "
             "Face id has revisions; leave it out"
@@ -195,6 +196,10 @@ def load_model(
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     quantised = ""
     try:
+        if name.endswith(".gguf"):
+            if device_map is not None:
+                raise InvalidInput("device_map is not for .gguf files: leave it out")
+            return _of_file(Path(name), dtype, device)
         adapter = _adapter(name, revision)
         source = name if adapter is None else str(adapter.base)
         if adapter is not None:
@@ -233,6 +238,25 @@ def load_model(
             raise
         raise InvalidInput(f"can't load {model!r}: {reason}") from error
     return loaded, tokenizer
+
+
+def _of_file(
+    path: Path, dtype: torch.dtype | None, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model of a `.gguf` file, and its tokenizer."""
+    checkpoint = open_gguf(path, dtype, None)
+    config = config_of(checkpoint)
+    kind: Any = causal_class(config)
+    loaded, info = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights_of(checkpoint),
+        dtype=checkpoint.dtype,
+        output_loading_info=True,
+    )
+    refuse_incomplete(info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
+    hold_angles(loaded)
+    return loaded.to(device), tokenizer_of(checkpoint)
 
 
 def _read_config(name: str, options: dict[str, Any]) -> Any:

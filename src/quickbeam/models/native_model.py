@@ -42,15 +42,22 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-def why_not_native(model: PreTrainedModel) -> str:
-    """Say why the native kernels can't run a model; empty where they can.
+def no_kernels_for(device: torch.device, dtype: torch.dtype) -> str:
+    """Say why there are no native kernels for such numbers on a device; empty where there are.
 
     Raises `InvalidInput` where the environment asks for kernels that can't be had.
     """
-    if model.device.type != "cpu" or model.dtype not in DTYPES:
-        return f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}"
+    if device.type != "cpu" or dtype not in DTYPES:
+        return f"{str(dtype).removeprefix('torch.')} on {device.type}"
     if library.kernels() is None:
         return library.describe().removeprefix("PyTorch's (").removesuffix(")")
+    return ""
+
+
+def why_not_native(model: PreTrainedModel) -> str:
+    """Say why the native kernels can't run a model; empty where they can. Raises as above."""
+    if reason := no_kernels_for(model.device, model.dtype):
+        return reason
     try:
         describe(model)
     except NotDescribed as error:

@@ -25,22 +25,28 @@ from quickbeam.models.eos import eos_ids, known_eos_ids, model_eos_ids
 from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.formats import check_weights, refuse_place, weights_format
-from quickbeam.models.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.gguf.checkpoint import GgufCheckpoint, open_gguf
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16
-from quickbeam.models.native_model import DTYPES, NativeModel, why_not_native
+from quickbeam.models.native_model import NativeModel, no_kernels_for, why_not_native
 from quickbeam.models.stack_tensors import ModelParameters
 from quickbeam.models.tokenizer import load_tokenizer
+from quickbeam.models.torch.model import TorchModel
 from quickbeam.models.weight_file import WeightFile
 from quickbeam.params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from quickbeam.models.pinned import PinnedLayers
+    from quickbeam.models.torch.pinned import Copies
 
 
 logger = logging.getLogger(__name__)
+
+INEXACT = (
+    "an answer may differ in a batch or with drafts where two tokens are nearly as likely, as only "
+    "the native kernels promise the same bits (%s)"
+)
 
 AnyCheckpoint = Checkpoint | AdaptedCheckpoint | GgufCheckpoint
 # parameters that a generation config may give defaults of
@@ -77,22 +83,24 @@ def make_model(
     chunk: int = CHUNK,
     weights: str = BFLOAT16,
     kept: WeightFile | None = None,
-    pinned: PinnedLayers | None = None,
+    device: torch.device | None = None,
+    memory: int | None = None,
+    copies: Copies | None = None,
 ) -> Model:
     """Take `model` over: for the native kernels if they can run it and `native` is set, else for
-    PyTorch.
+    PyTorch, and where no family describes it for transformers' modelling code.
 
+    `memory`, `copies`: as of `TorchModel`, for a model that is in host memory and runs on `device`.
     The other arguments are those of `NativeModel` and `TorchModel`. Raises `InvalidInput` for
-    models that neither can run, and for `weights` that need the kernels where they can't be used.
+    models that none can run, and for `weights` that need the kernels where they can't be used.
     """
     from quickbeam.models.loading import hold_angles
-    from quickbeam.models.torch import TorchModel
 
     refuse_place(check_weights(weights), model.device, model.dtype)
     hold_angles(model)
     if not native:
         reason = "the torch back end is asked for"
-    elif pinned is not None:
+    elif memory is not None:
         reason = "layers are copied from host memory"
     else:
         reason = why_not_native(model)
@@ -101,13 +109,36 @@ def make_model(
         return NativeModel(parameters, describe(model), chunk=chunk, weights=weights, kept=kept)
     if weights != BFLOAT16:
         raise InvalidInput(f"weights={weights!r} need the native kernels: {reason}; leave them out")
-    back_end = TorchModel(model, chunk=chunk, pinned=pinned, reason=reason)
-    logger.info(
-        "an answer may differ in a batch or with drafts where two tokens are nearly as likely, as "
-        "only the native kernels promise the same bits (%s)",
-        reason,
-    )
+    back_end = _by_pytorch(model, device or model.device, memory, copies, chunk, reason)
+    logger.info(INEXACT, reason)
     return back_end
+
+
+def _by_pytorch(
+    model: PreTrainedModel,
+    device: torch.device,
+    memory: int | None,
+    copies: Copies | None,
+    chunk: int,
+    reason: str,
+) -> Model:
+    try:
+        stack = describe(model)
+    except NotDescribed as error:
+        if memory is not None:
+            raise InvalidInput(f"memory is for models of known families: {error}") from error
+        from quickbeam.models.transformers_model import TransformersModel
+
+        return TransformersModel(model, chunk=chunk, reason=reason)
+    return TorchModel(
+        ModelParameters(model),
+        stack,
+        device,
+        memory=memory,
+        copies=copies,
+        chunk=chunk,
+        reason=reason,
+    )
 
 
 def open_model(
@@ -133,35 +164,61 @@ def open_model(
     """
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     reason = ""
-    if device_map is None and device.type == "cpu":
+    if device_map is None:
         try:
             checkpoint = open_checkpoint(name, dtype, **options)
         except NotDescribed as error:
+            reason = str(error)
             if memory is not None:
                 raise InvalidInput(
-                    "memory is for models that the native kernels run in one call, not for "
-                    f"{name} ({error}); leave memory out"
+                    f"memory is for models of known families, not for {name} ({reason}); leave "
+                    "memory out"
                 ) from error
-            reason = str(error)
             logger.info("%s is loaded by transformers: %s", name, reason)
         else:
             refuse_place(weights, device, checkpoint.dtype)
-            return _native(checkpoint, weights, memory, progress)
-    how: Any = (weights, memory, device_map, progress, options)
+            return _open(checkpoint, device, weights, memory, progress)
+    how: Any = (weights, device_map, progress, options)
     try:
         return _by_transformers(name, dtype, device, *how)
     except InvalidInput as error:
         if not reason or reason in str(error):
             raise
-        raise InvalidInput(f"{error} (the native kernels don't run it: {reason})") from error
+        raise InvalidInput(f"{error} (no family describes it: {reason})") from error
 
 
-def _native(
+def _open(
     checkpoint: AnyCheckpoint,
+    device: torch.device,
     weights: str,
     memory: int | None,
     progress: Progress | None,
 ) -> LoadedModel:
+    reason = no_kernels_for(device, checkpoint.dtype)
+    model: Model
+    if not reason:
+        model = _native(checkpoint, weights, memory, progress)
+    elif weights != BFLOAT16:
+        raise InvalidInput(f"weights={weights!r} need the native kernels: {reason}; leave them out")
+    else:
+        logger.info(INEXACT, reason)
+        model = TorchModel(checkpoint, checkpoint.stack, device, memory=memory, reason=reason)
+    if isinstance(checkpoint, GgufCheckpoint):
+        sampling = sampling_defaults(checkpoint.sampling)
+        return LoadedModel(model, checkpoint.tokenizer, checkpoint.eos_ids, sampling)
+    folder = checkpoint.path
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        own = checkpoint.adapter.folder
+        folder = own if (own / "tokenizer_config.json").is_file() else folder
+    generation = read_json(checkpoint.path / "generation_config.json")
+    tokenizer = load_tokenizer(folder, checkpoint.config)
+    ends = eos_ids(generation, checkpoint.config, tokenizer) | known_eos_ids(tokenizer)
+    return LoadedModel(model, tokenizer, ends, sampling_defaults(generation))
+
+
+def _native(
+    checkpoint: AnyCheckpoint, weights: str, memory: int | None, progress: Progress | None
+) -> NativeModel:
     stack, name = checkpoint.stack, weights_format(weights, checkpoint.dtype)
     if memory is not None:
         memory = disk.limit(checkpoint, stack, name, memory)
@@ -170,45 +227,34 @@ def _native(
     if isinstance(checkpoint, AdaptedCheckpoint):
         folder, base = checkpoint.adapter.folder, checkpoint.path
     kept = WeightFile.of(str(folder), None, kind, progress, base=base)
-    model = NativeModel(checkpoint, stack, weights=weights, kept=kept, memory=memory)
-    if isinstance(checkpoint, GgufCheckpoint):
-        sampling = sampling_defaults(checkpoint.sampling)
-        return LoadedModel(model, checkpoint.tokenizer, checkpoint.eos_ids, sampling)
-    generation = read_json(checkpoint.path / "generation_config.json")
-    if not (folder / "tokenizer_config.json").is_file():  # an adapter without one
-        folder = checkpoint.path
-    tokenizer = load_tokenizer(folder, checkpoint.config)
-    ends = eos_ids(generation, checkpoint.config, tokenizer) | known_eos_ids(tokenizer)
-    return LoadedModel(model, tokenizer, ends, sampling_defaults(generation))
+    return NativeModel(checkpoint, stack, weights=weights, kept=kept, memory=memory)
 
 
 def open_checkpoint(
     name: str, dtype: torch.dtype | None, *, revision: str | None, trust_remote_code: bool
 ) -> AnyCheckpoint:
-    """Return a model's parameters where it is described, and the native kernels can run it.
+    """Return a model's parameters where it is described.
 
-    Raises `NotDescribed`, with a reason where there is one, for models that transformers has to
-    load, and `InvalidInput` for checkpoints that are not whole.
+    Raises `NotDescribed` for models that transformers has to load, and `InvalidInput` for
+    checkpoints that are not whole, and for `.gguf` files that are not described.
     """
-    if dtype not in (None, *DTYPES) or (kernels := library.kernels()) is None:
-        raise NotDescribed("")
     hub.check_source(name)
-    path = Path(name).expanduser()
+    path, kernels = Path(name).expanduser(), library.kernels()
     if revision is not None and path.exists():
-        raise NotDescribed("")
+        raise NotDescribed("a revision of what is on this machine")
     try:
         if path.suffix == ".gguf":
-            try:
-                return GgufCheckpoint(path, dtype, kernels)
-            except NotDescribed as error:
-                logger.info("%s is converted by transformers: %s", name, error)
-        folder = hub.converted(path) if path.suffix == ".gguf" else local_folder(name, revision)
+            return open_gguf(path, dtype, kernels)
+        folder = local_folder(name, revision)
         adapter = adapter_in(folder)
         if adapter is not None:
             return AdaptedCheckpoint(Checkpoint(adapter.base, dtype), adapter)
         if trust_remote_code and "auto_map" in read_json(folder / "config.json"):
             raise NotDescribed("it comes with code of its own")
-        return Checkpoint(folder, dtype)
+        checkpoint = Checkpoint(folder, dtype)
+        if checkpoint.quantised and kernels is None:
+            raise NotDescribed("its weights are in few bits, which native kernels read")
+        return checkpoint
     except NotDescribed:
         raise
     except InvalidInput as error:
@@ -220,25 +266,19 @@ def _by_transformers(
     dtype: torch.dtype | None,
     device: torch.device,
     weights: str,
-    memory: int | None,
     device_map: Any,
     progress: Progress | None,
     options: dict[str, Any],
 ) -> LoadedModel:
     from quickbeam.models.loading import load_model
-    from quickbeam.models.pinned import pin_layers
 
-    first = device if memory is None else torch.device("cpu")
-    loaded, tokenizer = load_model(name, dtype, first, device_map=device_map, **options)
-    pinned = None if memory is None else pin_layers(loaded, memory, device)
-    if memory is not None and pinned is None:
-        loaded = loaded.to(device)
+    loaded, tokenizer = load_model(name, dtype, device, device_map=device_map, **options)
     commit = getattr(loaded.config, "_commit_hash", None)
     adapted = (Path(name).expanduser() / "adapter_config.json").exists()  # maybe by another folder
     kept = None
     if weights != BFLOAT16 and not adapted:
         kept = WeightFile.of(name, commit, weights, progress)
-    model = make_model(loaded, weights=weights, kept=kept, pinned=pinned)
+    model = make_model(loaded, weights=weights, kept=kept)
     generation = getattr(loaded, "generation_config", None)
     sampling = sampling_defaults({} if generation is None else generation.to_diff_dict())
     return LoadedModel(model, tokenizer, model_eos_ids(loaded, tokenizer), sampling)

@@ -108,7 +108,8 @@ def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
     for layer in stack.layers:
         if isinstance(of := layer.attention, Attention):
             sizes = [of.heads, of.kv_heads, of.kv_heads]
-            if len(of.qkv.weights) == 3 and all(one.parts == 1 for one in of.qkv.weights):
+            apart = all(one.parts == 1 and one.cut is None for one in of.qkv.weights)
+            if len(of.qkv.weights) == 3 and apart:
                 put(of.qkv, [size * of.head_dim for size in sizes], width)
             put(of.out, [width], of.heads * of.value_dim)
         if (mixer := layer.recurrent) is not None:
@@ -130,7 +131,8 @@ def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
     shapes |= {name: [width] for name in stack.norm.weights}
     put(stack.head, [config.vocab_size], width)
     if stack.positions is not None:
-        shapes[stack.positions] = [getattr(config, "max_position_embeddings", 0), width]
+        positions = getattr(config, "max_position_embeddings", 0) + stack.first_position
+        shapes[stack.positions] = [positions, width]
     return shapes | {stack.embedding: [config.vocab_size, width]}
 
 

@@ -1,7 +1,7 @@
 """An architecture as data: what a model computes, and where its tensors are.
 
 `families` make a `Stack` from a configuration, `compiled.py` makes a program of kernels from it,
-and `tests/interpreter.py` runs it in plain PyTorch.
+and `torch/network.py` runs it in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -66,12 +66,14 @@ class Rotary:
 
     `kind`: that of the layers, where the configuration has different `rope_parameters` for
     different layers. `interleaved`: dimensions 2i and 2i + 1 of a head turn together, not i and
-    i + half. `base`: in place of the configuration's `rope_theta`.
+    i + half. `base`: in place of the configuration's `rope_theta`. `backwards`: by the negative of
+    the angles.
     """
 
     kind: str | None = None
     interleaved: bool = False
     base: float | None = None
+    backwards: bool = False
 
 
 @dataclass(frozen=True)
@@ -371,7 +373,8 @@ class Stack:
     """A causal language model.
 
     `embedding`: `[vocab, d]`, times `scale`, behind which comes `embedding_norm`. `positions`:
-    `[positions, d]`, learned, added; None for none. `inside`: the name of the list of layers.
+    `[positions, d]`, learned, added; None for none. `first_position`: its row that is the first
+    token's. `inside`: the name of the list of layers.
     `head`: `[vocab, d]`; logits are its results times `head_scale`, bent to stay below `softcap`.
     `unread`: tensors that checkpoints may hold and no pass reads.
     """
@@ -384,6 +387,7 @@ class Stack:
     scale: float = 1.0
     embedding_norm: Norm | None = None
     positions: Name | None = None
+    first_position: int = 0
     head_scale: float = 1.0
     softcap: float | None = None
     per_layer: PerLayerInputs | None = None

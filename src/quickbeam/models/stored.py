@@ -52,7 +52,10 @@ WRAPPED = re.compile(r"^(?:module\.)?(?:base_model\.model\.)?")
 # how the names of LoRA's matrices go on that are not merged into a weight
 UNMERGED = (".lora_A", ".lora_B", ".lora_embedding_", ".lora_magnitude_vector")
 # what no pass reads: buffers of older checkpoints
-BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias")
+BUFFERS = (
+    *(".rotary_emb.inv_freq", ".attn.bias", ".attn.causal_mask", ".attn.masked_bias"),
+    *(".attention.bias", ".attention.masked_bias"),
+)
 # other names of published checkpoints, by `model_type`
 MIXTRAL = ((".block_sparse_moe.", ".mlp."),)
 GRANITE = (
@@ -60,12 +63,27 @@ GRANITE = (
     (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
     (".router.layer.weight", ".router.weight"),
 )
+EXAONE = (
+    ("transformer.wte.", "model.embed_tokens."),
+    ("transformer.h.", "model.layers."),
+    ("transformer.ln_f.", "model.norm."),
+    (".attn.attention.out_proj.", ".self_attn.o_proj."),
+    (".attn.attention.", ".self_attn."),
+    (".ln_1.", ".input_layernorm."),
+    (".ln_2.", ".post_attention_layernorm."),
+    (".mlp.c_fc_0.", ".mlp.gate_proj."),
+    (".mlp.c_fc_1.", ".mlp.up_proj."),
+    (".mlp.c_proj.", ".mlp.down_proj."),
+)
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "ernie4_5_moe": ((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
+    "exaone": EXAONE,
     "gpt_neox": (("embed_out.", "lm_head."),),
     "granitemoe": GRANITE,
     "granitemoehybrid": GRANITE,
+    "granitemoeshared": GRANITE,
     "lfm3": ((".self_attn.gate_proj.", ".self_attn.g_proj."),),
+    "minimax_m2": MIXTRAL,
     "mixtral": MIXTRAL,
     "nemotron_h": (("backbone.", "model."),),
     "phimoe": (*MIXTRAL, (".mlp.gate.weight", ".mlp.router.weight")),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_model import Attend, BlockNetwork
-from quickbeam.models.gathered import to_device
+from quickbeam.models.torch.pages import to_device
 from quickbeam.train.shards import Shards, collate
 from quickbeam.train.target import FrozenTarget, TrainingBatch, autocast
 

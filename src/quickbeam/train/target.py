@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +14,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from quickbeam import hub
 from quickbeam.drafters.folder import embed_scale
-from quickbeam.models.gathered import to_device, without_cudnn
 from quickbeam.models.hf_attention import Features, decoder_layers
 from quickbeam.models.loading import load_model
+from quickbeam.models.torch.pages import to_device
 
 KEPT_BYTES = 16 << 30  # of hidden states on disk, at most
 
@@ -43,6 +44,15 @@ class TrainingBatch(NamedTuple):
         """Return it with all but the hidden states, which are there, copied from the CPU."""
         tokens, answer, lengths = (to_device(column, device) for column in self[:3])
         return TrainingBatch(tokens, answer, lengths, self.hidden)
+
+
+def without_cudnn(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which attention is not cuDNN's.
+
+    That plans anew for each shape, 40 ms each (an H200, PyTorch 2.11), and trees have many shapes.
+    """
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(others) if device.type == "cuda" else nullcontext()
 
 
 class FrozenTarget:

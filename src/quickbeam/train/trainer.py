@@ -20,7 +20,7 @@ import torch
 
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.errors import InvalidInput, QuickbeamError, first_line
-from quickbeam.models.gathered import to_device
+from quickbeam.models.torch.pages import to_device
 from quickbeam.train.block import (
     HeldOutMetrics,
     LossVocabulary,

@@ -29,31 +29,44 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NAMED_ALIKE: tuple[Callable[[Config], Stack], ...] = (
-    *(deepseek.deepseek_v2, deepseek.deepseek_v3, gemma.gemma, gemma.gemma2),
-    *(glm.glm, glm.glm4, glm.glm4_moe, lfm2.lfm2, lfm2.lfm2_moe, lfm2.lfm3),
-    *(layer_norms.cohere, layer_norms.cohere2, layer_norms.gpt2, layer_norms.gpt_neox),
-    *(layer_norms.nemotron, layer_norms.phi, layer_norms.stablelm, layer_norms.starcoder2),
-    *(llama.exaone4, llama.granite, llama.granitemoe, llama.llama, llama.ministral3, llama.mistral),
-    *(llama.phi3, llama.seed_oss, llama.smollm3, mamba.bamba, mamba.falcon_h1, mamba.nemotron_h),
-    *(mixtures.ernie4_5_moe, mixtures.gpt_oss, mixtures.mixtral, mixtures.olmoe, mixtures.phimoe),
-    *(qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_next),
+    *(deepseek.deepseek_v2, deepseek.deepseek_v3, deepseek.glm4_moe_lite, deepseek.youtu),
+    *(gemma.gemma, gemma.gemma2, gemma.vaultgemma),
+    *(glm.dots1, glm.glm, glm.glm4, glm.glm4_moe, glm.solar_open),
+    *(lfm2.lfm2, lfm2.lfm2_moe, lfm2.lfm3),
+    *(layer_norms.codegen, layer_norms.cohere, layer_norms.cohere2, layer_norms.falcon),
+    *(layer_norms.gpt2, layer_norms.gpt_bigcode, layer_norms.gpt_neo, layer_norms.gpt_neox),
+    *(layer_norms.gptj, layer_norms.jais2, layer_norms.nemotron, layer_norms.opt),
+    *(layer_norms.persimmon, layer_norms.phi, layer_norms.stablelm, layer_norms.starcoder2),
+    *(llama.arcee, llama.ernie4_5, llama.exaone4, llama.granite, llama.granite_swa),
+    *(llama.granitemoe, llama.granitemoe_swa, llama.granitemoeshared, llama.helium),
+    *(llama.hunyuan_v1_moe, llama.hyperclovax, llama.llama, llama.ministral3, llama.mistral),
+    *(llama.nanochat, llama.olmo, llama.olmo2, llama.phi3, llama.seed_oss, llama.smollm3),
+    *(mamba.bamba, mamba.falcon_h1, mamba.nemotron_h),
+    *(mixtures.afmoe, mixtures.ernie4_5_moe, mixtures.flex_olmo, mixtures.gpt_oss),
+    *(mixtures.minimax_m2, mixtures.mixtral, mixtures.olmoe, mixtures.phimoe),
+    *(qwen.mellum, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_next),
 )
 FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's model_type
     **{family.__name__: family for family in _NAMED_ALIKE},
+    "cwm": llama.windowed,
+    "exaone": llama.llama,
     "gemma3_text": gemma.gemma3,
     "gemma4_text": gemma.gemma4,
     "glm4v_text": glm.glm4,
     "granitemoehybrid": mamba.granite_hybrid,
     "hunyuan_v1_dense": llama.hunyuan,
     "muse_glimmer_text": gemma.muse_glimmer,
-    "olmo2": llama.olmo,
-    "olmo3": llama.olmo,
+    "internlm3": llama.llama,
+    "iquestcoder": llama.llama,
+    "ministral": llama.windowed,
+    "olmo3": llama.olmo2,
     "qwen2_5_vl_text": qwen.qwen2,
     "qwen2_vl_text": qwen.qwen2,
     "qwen3_5_moe_text": qwen.qwen3_5_moe,
     "qwen3_5_text": qwen.qwen3_5,
     "qwen3_vl_moe_text": qwen.qwen3_vl_moe,
     "qwen3_vl_text": qwen.qwen3,
+    "sarvam_mla": deepseek.deepseek_v3,
 }
 
 
@@ -139,8 +152,7 @@ def describe(model: PreTrainedModel) -> Stack:
             if model.dtype is torch.bfloat16 and shape[-2 if tensor.transposed else -1] % 2:
                 raise NotDescribed(f"{tensor.name} has an odd number of inputs")
             of = type(model.get_submodule(tensor.name.rpartition(".")[0]))
-            stacked = tensor.expert is not None and of.__module__ == kind.__module__
-            if of not in (nn.Linear, Conv1D) and not stacked:
+            if of not in (nn.Linear, Conv1D) and of.__module__ != kind.__module__:
                 raise NotDescribed(f"{tensor.name} is of a {of.__name__}")
     embedding = type(model.get_input_embeddings())
     if not embedding.__module__.startswith(("torch.nn.", "transformers.")):

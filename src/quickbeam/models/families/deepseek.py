@@ -1,10 +1,11 @@
-"""DeepSeek-V2 and V3: latent attention, dense layers first, then experts beside shared ones."""
+"""DeepSeek-V2 and V3, GLM-4.7 Flash: latent attention, dense layers first, then experts beside
+shared ones. Youtu-LLM: latent attention alone."""
 
 from __future__ import annotations
 
 import math
 
-from quickbeam.models.families.glm import dense_first
+from quickbeam.models.families.glm import dense_first, sigmoid_experts
 from quickbeam.models.families.reading import (
     Config,
     NotDescribed,
@@ -20,10 +21,30 @@ SMALL_EPSILON = 1e-6  # of the norms of small vectors, whatever the configuratio
 
 
 def deepseek_v3(c: Config) -> Stack:
-    c.must("scoring_func", "sigmoid")
-    c.must("topk_method", "noaux_tc")
     interleaved = bool(c.rope_interleave)
     return decoder(c, lambda i: layer_of(c, i, attention(c, i, interleaved), dense_first(c, i)))
+
+
+def glm4_moe_lite(c: Config) -> Stack:
+    """GLM-4.7 Flash: `mlp_layer_types` names the dense layers."""
+    c.ignore("first_k_dense_replace", partial_rotary_factor=1.0)
+    if (share := c.rope_parameters.get("partial_rotary_factor", 1.0)) != 1:
+        raise NotDescribed(f"partial_rotary_factor={share!r}")
+    interleaved = bool(c.rope_interleave)
+
+    def layer(i: int) -> Layer:
+        dense = c.mlp_layer_types[i] == "dense"
+        fed = gated(c, i) if dense else sigmoid_experts(c, i)
+        return layer_of(c, i, attention(c, i, interleaved), fed)
+
+    return decoder(c, layer)
+
+
+def youtu(c: Config) -> Stack:
+    """Youtu-LLM: no experts."""
+    c.ignore("embedding_initializer_range")  # of training
+    interleaved = bool(c.rope_interleave)
+    return decoder(c, lambda i: layer_of(c, i, attention(c, i, interleaved), gated(c, i)))
 
 
 def deepseek_v2(c: Config) -> Stack:

@@ -1,4 +1,4 @@
-"""Gemma 1 to 4, text: embeddings times the root of their width; and Muse Glimmer.
+"""Gemma 1 to 4, text, and VaultGemma: embeddings times the root of their width; and Muse Glimmer.
 
 Gemma 4 has shared keys and values, angles of part of a head, per-layer inputs, and experts beside a
 dense feed-forward.
@@ -13,6 +13,7 @@ import torch
 from quickbeam.models.families.reading import (
     AROUND,
     Config,
+    Names,
     NotDescribed,
     activation,
     attention,
@@ -61,17 +62,24 @@ def gemma(c: Config) -> Stack:
     return _stack(c, layer)
 
 
-def _four_norms(c: Config, i: int, **changes: Any) -> Layer:
+def _normed(c: Config, i: int, names: Names = AROUND, **changes: Any) -> Layer:
+    """Return layer `i` of Gemma 2 or 3, whose norms are `names`."""
     scaling, softcap = c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping
     mixer = attention(c, i, c.attention_bias, scaling=scaling, softcap=softcap, **changes)
     fed = gated(c, i, act=c.hidden_activation)
-    return layer_of(c, i, mixer, fed, AROUND, lambda name: rms(c, name, plus_one=True))
+    return layer_of(c, i, mixer, fed, names, lambda name: rms(c, name, plus_one=True))
 
 
 def gemma2(c: Config) -> Stack:
     """Norms before and after, softcaps, a window in every other layer."""
     c.ignore("hidden_act")
-    return _stack(c, lambda i: _four_norms(c, i), softcap=c.final_logit_softcapping)
+    return _stack(c, lambda i: _normed(c, i), softcap=c.final_logit_softcapping)
+
+
+def vaultgemma(c: Config) -> Stack:
+    """Gemma 2 without norms after."""
+    before = AROUND[:2]
+    return _stack(c, lambda i: _normed(c, i, before), softcap=c.final_logit_softcapping)
 
 
 def gemma3(c: Config) -> Stack:
@@ -81,7 +89,7 @@ def gemma3(c: Config) -> Stack:
 
     def layer(i: int) -> Layer:
         kind, norms = c.layer_types[i], head_norms(c, i, plus_one=True)
-        return _four_norms(c, i, norms=norms, rotary=Rotary(kind), kind=kind)
+        return _normed(c, i, norms=norms, rotary=Rotary(kind), kind=kind)
 
     return _stack(c, layer, softcap=c.final_logit_softcapping)
 

@@ -1,5 +1,5 @@
 """GLM-4 (0414, and the 9B before it): neighbouring dimensions turn together, half of each head.
-GLM-4.5 and later: experts."""
+GLM-4.5 and later, Solar Open and dots.llm1: experts."""
 
 from __future__ import annotations
 
@@ -44,10 +44,35 @@ def glm4_moe(c: Config) -> Stack:
     return decoder(c, layer)
 
 
+def solar_open(c: Config) -> Stack:
+    """Experts in every layer."""
+
+    def layer(i: int) -> Layer:
+        mixer = attention(c, i, c.attention_bias, out_bias=False)
+        return layer_of(c, i, mixer, sigmoid_experts(c, i))
+
+    return decoder(c, layer)
+
+
+def dots1(c: Config) -> Stack:
+    """Queries and keys are normed by head; windows in some layers."""
+
+    def layer(i: int) -> Layer:
+        mixer = attention(c, i, c.attention_bias, norms=head_norms(c, i))
+        return layer_of(c, i, mixer, dense_first(c, i))
+
+    return decoder(c, layer)
+
+
 def dense_first(c: Config, i: int) -> FeedForward | Experts:
-    """Return a feed-forward, or experts chosen by their sigmoids, in groups, as of DeepSeek-V3."""
-    if i < c.first_k_dense_replace:
-        return gated(c, i)
+    """Return a feed-forward, or from `first_k_dense_replace` on experts."""
+    return gated(c, i) if i < c.first_k_dense_replace else sigmoid_experts(c, i)
+
+
+def sigmoid_experts(c: Config, i: int) -> Experts:
+    """Return experts chosen by their sigmoids, in groups, as of DeepSeek-V3, and a shared one."""
+    c.must("scoring_func", "sigmoid")
+    c.must("topk_method", "noaux_tc")
     gate = f"model.layers.{i}.mlp.gate"
     routing = Routing(
         tensors(gate),

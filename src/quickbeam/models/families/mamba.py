@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quickbeam.models.families.llama import granite_experts
+from quickbeam.models.families.llama import granite_experts, granite_shared
 from quickbeam.models.families.reading import (
     Config,
     Names,
@@ -14,7 +14,6 @@ from quickbeam.models.families.reading import (
     attention,
     decoder,
     gated,
-    halves,
     layer_of,
     rms,
     tensors,
@@ -90,12 +89,7 @@ def granite_hybrid(c: Config) -> Stack:
     turns = c.get("position_embedding_type") == "rope"
 
     def feed_forward(i: int) -> FeedForward | Experts:
-        at = f"model.layers.{i}.shared_mlp"
-        up = halves(f"{at}.input_linear")
-        if c.get("gates_apart"):  # in .gguf files
-            up = tensors(f"{at}.gate_proj", f"{at}.up_proj")
-        down = tensors(f"{at}.output_linear")
-        shared = FeedForward(up, down, activation(c.hidden_act), True)
+        shared = granite_shared(c, i)
         return granite_experts(c, i, shared) if c.num_local_experts else shared
 
     def mixer(i: int) -> Attention | LinearAttention:

@@ -1,10 +1,13 @@
-"""Mixtures of experts that are no relatives of a dense family: Mixtral, OLMoE, Phi-MoE, ERNIE 4.5
-and GPT-OSS."""
+"""Mixtures of experts that are no relatives of a dense family: Mixtral, OLMoE, FlexOlmo,
+MiniMax-M2, Trinity, Phi-MoE, ERNIE 4.5 and GPT-OSS."""
 
 from __future__ import annotations
 
 from quickbeam.models.families.reading import (
+    AFTER,
+    BEFORE,
     Config,
+    Names,
     attention,
     decoder,
     experts,
@@ -40,8 +43,8 @@ def mixtral(c: Config) -> Stack:
     return decoder(c, layer)
 
 
-def olmoe(c: Config) -> Stack:
-    """Queries and keys are normed over all heads."""
+def olmoe(c: Config, names: Names = BEFORE) -> Stack:
+    """Queries and keys are normed over all heads. `names`: of the norms."""
     c.must("clip_qkv")
 
     def layer(i: int) -> Layer:
@@ -49,9 +52,94 @@ def olmoe(c: Config) -> Stack:
         routing = Routing(logits, c.num_experts_per_tok, renormalised=renormalised)
         how = {"norms": head_norms(c, i), "norm_all": True, "window": None}
         mixer = attention(c, i, c.attention_bias, **how)
-        return layer_of(c, i, mixer, experts(c, i, routing, c.num_experts))
+        return layer_of(c, i, mixer, experts(c, i, routing, c.num_experts), names)
 
     return decoder(c, layer)
+
+
+def flex_olmo(c: Config) -> Stack:
+    """OLMoE with norms after."""
+    return olmoe(c, AFTER)
+
+
+def minimax_m2(c: Config) -> Stack:
+    """Queries and keys are normed over all heads. Experts are chosen by their sigmoids plus a
+    correction, and weighted without it."""
+    c.must("attn_type_list", [1] * c.num_hidden_layers)  # full attention
+    # `partial_rotary_factor` says it; of training, and of layers that other models have
+    c.ignore("rotary_dim router_jitter_noise mtp_transformer_layers num_mtp_modules use_mtp")
+    c.ignore("mlp_intermediate_size shared_moe_mode")
+    c.ignore(
+        "",
+        layernorm_full_attention_beta=1.0,
+        layernorm_linear_attention_beta=1.0,
+        layernorm_mlp_beta=1.0,
+        qk_norm_type="per_layer",
+        scoring_func="sigmoid",
+        use_qk_norm=True,
+        use_routing_bias=True,
+    )
+
+    def layer(i: int) -> Layer:
+        at = f"model.layers.{i}.mlp"
+        routing = Routing(
+            tensors(f"{at}.gate"),
+            c.num_experts_per_tok,
+            "sigmoid",
+            f"{at}.e_score_correction_bias",
+            renormalised=True,
+        )
+        mixer = attention(c, i, norms=head_norms(c, i), norm_all=True, window=None)
+        return layer_of(c, i, mixer, experts(c, i, routing, c.num_local_experts))
+
+    return decoder(c, layer)
+
+
+def afmoe(c: Config) -> Stack:
+    """Arcee's Trinity: gates of what attention gives, no angles in layers without a window.
+
+    Dense layers come first. Then experts chosen by their sigmoids plus a correction, and shared
+    ones.
+    """
+    c.must("attention_bias", False)
+    c.must("score_func", "sigmoid")
+    c.must("route_norm", True)
+    for groups in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
+        c.must(groups, 1)
+    c.ignore("global_attn_every_n_layers")  # `layer_types` follows from it
+    c.ignore("load_balance_coeff use_grouped_mm")  # of training, and of another program
+    names = (BEFORE[0], "pre_mlp_layernorm", BEFORE[1], "post_mlp_layernorm")
+
+    def fed(i: int) -> FeedForward | Experts:
+        at = f"model.layers.{i}.mlp"
+        if i < c.num_dense_layers:
+            return gated(c, i)
+        routing = Routing(
+            tensors(f"{at}.router.gate"),
+            c.num_experts_per_tok,
+            "sigmoid",
+            f"{at}.expert_bias",
+            renormalised=True,
+            plus=1e-20,
+            factor=float(c.route_scale),
+        )
+        c.ignore("num_shared_experts")  # side by side, as one
+        shared = gated(c, i, name="mlp.shared_experts")
+        return experts(c, i, routing, c.num_experts, shared=shared)
+
+    def layer(i: int) -> Layer:
+        at = f"model.layers.{i}.self_attn"
+        mixer = attention(
+            c,
+            i,
+            qkv=tensors(*(f"{at}.{name}_proj" for name in ("q", "k", "v", "gate"))),
+            norms=head_norms(c, i),
+            gated=True,
+            rotary=Rotary() if c.layer_types[i] == "sliding_attention" else None,
+        )
+        return layer_of(c, i, mixer, fed(i), names)
+
+    return decoder(c, layer, scale=float(c.hidden_size**0.5) if c.mup_enabled else 1.0)
 
 
 def phimoe(c: Config) -> Stack:

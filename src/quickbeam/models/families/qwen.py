@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, Qwen3, Qwen3-Next and Qwen3.5, dense and of experts."""
+"""Qwen2, Qwen2.5, Qwen3, Qwen3-Next and Qwen3.5, dense and of experts; and Mellum."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from quickbeam.models.stack import (
     Linear,
     LinearAttention,
     Norm,
+    Rotary,
     Routing,
     Stack,
     Tensor,
@@ -174,5 +175,19 @@ def qwen3_moe(c: Config, renormalised: bool | None = None) -> Stack:
         norms, window = head_norms(c, i), c.get("sliding_window")
         mixer = attention(c, i, c.attention_bias, norms=norms, window=window)
         return layer_of(c, i, mixer, _sparse(c, i, False, renormalised))
+
+    return decoder(c, layer)
+
+
+def mellum(c: Config) -> Stack:
+    """Windows, and angles by the kind of layer. `mlp_layer_types` names the dense layers."""
+    c.ignore("mtp_layer_types mtp_mlp_layer_types")
+
+    def layer(i: int) -> Layer:
+        kind, norms = c.layer_types[i], head_norms(c, i)
+        mixer = attention(c, i, c.attention_bias, norms=norms, rotary=Rotary(kind), kind=kind)
+        if c.mlp_layer_types[i] == "dense":
+            return layer_of(c, i, mixer, gated(c, i))
+        return layer_of(c, i, mixer, _experts(c, i, False, bool(c.norm_topk_prob)))
 
     return decoder(c, layer)

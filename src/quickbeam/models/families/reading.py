@@ -51,33 +51,53 @@ _HARMLESS = """
     unsloth_fixed unsloth_version use_cache vocab_size
 """
 HARMLESS = set(_HARMLESS.split())
-EXPERTS_HERE = ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_vl_moe_text")
+EXPERTS_HERE = ("gpt_oss", "minimax_m2", "mixtral", "qwen3_moe", "qwen3_vl_moe_text")
 # other names of attributes, by the configuration's model_type, as transformers has them
 _DEEPSEEK = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+_GPT2 = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 _BAMBA = {"layer_types": "layers_block_type"}
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "bamba": _BAMBA,
+    "codegen": _GPT2,
     "deepseek_v2": {"num_experts": "n_routed_experts"},
     "deepseek_v3": _DEEPSEEK,
+    "dots1": {"num_local_experts": "n_routed_experts"},
     "ernie4_5_moe": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
-    "falcon_h1": _BAMBA,
-    "glm4_moe": _DEEPSEEK,
-    "gpt2": {
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
+    "exaone": {
+        "activation_function": "hidden_act",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "num_layers": "num_hidden_layers",
     },
+    "falcon_h1": _BAMBA,
+    "flex_olmo": {"num_local_experts": "num_experts"},
+    "glm4_moe": _DEEPSEEK,
+    "glm4_moe_lite": {"head_dim": "qk_rope_head_dim", "num_local_experts": "n_routed_experts"},
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    "gpt_neo": {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
+    "gptj": _GPT2,
     "granitemoehybrid": {"layers_block_type": "layer_types"},
+    "hunyuan_v1_moe": {"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"},
+    "internlm3": {"bias": "mlp_bias", "qkv_bias": "attention_bias"},
     "lfm3": {"rms_norm_eps": "norm_eps"},
+    "mellum": {"num_experts": "num_local_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     "nemotron_h": _BAMBA | {"num_local_experts": "n_routed_experts"},
     "olmoe": {"num_local_experts": "num_experts"},
+    "sarvam_mla": _DEEPSEEK
+    | {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+    "solar_open": {"num_local_experts": "n_routed_experts"},
     **{kind: {"num_experts": "num_local_experts"} for kind in EXPERTS_HERE},
 }
 # model types whose layers heed `partial_rotary_factor`; transformers' code for others doesn't
 PARTIAL = {
-    *("bamba", "glm", "glm4", "glm4_moe", "glm4v_text", "gpt_neox", "nemotron", "phi", "phi3"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "stablelm"),
+    *("bamba", "glm", "glm4", "glm4_moe", "glm4v_text", "gpt_neox", "mellum", "minimax_m2"),
+    *("nemotron", "persimmon", "phi", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("solar_open", "stablelm"),
 }
 MOST = 4096  # layers, or experts of a layer, that a configuration is believed to name
 # Norms of a layer by their modules' names: before its mixer and its feed-forward, and after them.

@@ -18,6 +18,7 @@ from quickbeam.models.gguf.metadata import (
     chosen,
     gemma4,
     has_window,
+    layer_normed,
     plain,
     windows,
 )
@@ -187,6 +188,7 @@ def _falcon_h1(m: Metadata) -> dict[str, Any]:
         **_mamba(m),
         **dict.fromkeys((f"{one}_multiplier" for one in factors), 1.0),
         "model_type": "falcon_h1",
+        "mamba_d_ssm": m["ssm.inner_size"],
         "ssm_multipliers": [1.0] * 5,
         "mlp_multipliers": [1.0] * 2,
         "projectors_bias": False,
@@ -263,6 +265,59 @@ def _gemma3(m: Metadata) -> dict[str, Any]:
     return fields | {"rope_parameters": rope}
 
 
+def _gpt2(m: Metadata) -> dict[str, Any]:
+    """Its positions are a table, and no key of angles is read."""
+    return {
+        "architectures": [m.name],
+        "model_type": "gpt2",
+        "n_embd": m["embedding_length"],
+        "n_inner": m.get("feed_forward_length"),
+        "n_layer": m["block_count"],
+        "n_head": m["attention.head_count"],
+        "n_positions": m.context_length,
+        "layer_norm_epsilon": float(m["attention.layer_norm_epsilon"]),
+        "vocab_size": m.file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": not m.has("output.weight"),
+        "activation_function": "gelu_new",
+        "add_cross_attention": False,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+    }
+
+
+def _starcoder2(m: Metadata) -> dict[str, Any]:
+    fields = layer_normed(m, "norm_epsilon") | {
+        "model_type": "starcoder2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": m["attention.sliding_window"] if has_window(m) else None,
+    }
+    del fields["mlp_bias"]
+    return fields | {"use_bias": fields.pop("attention_bias")}
+
+
+def _stablelm(m: Metadata) -> dict[str, Any]:
+    """Without norms of their own, feed-forwards stand beside the attention."""
+    head_norms = m.has("blk.0.attn_q_norm.weight")
+    fields = layer_normed(m, "layer_norm_eps") | {
+        "model_type": "stablelm",
+        "use_parallel_residual": not m.has("blk.0.ffn_norm.weight"),
+        "qk_layernorm": head_norms,
+        "head_norms_stacked": head_norms,
+    }
+    del fields["head_dim"]  # follows from the width
+    return fields | {"use_qkv_bias": fields.pop("attention_bias")}
+
+
+def _nemotron(m: Metadata) -> dict[str, Any]:
+    return layer_normed(m, "norm_eps") | {"model_type": "nemotron", "hidden_act": "relu2"}
+
+
+def _qwen2_moe(m: Metadata) -> dict[str, Any]:
+    fields = plain(m) | _some_windows(m) | chosen(m, "num_experts") | _ALL_SPARSE
+    fields |= _normed(m, False) | {"model_type": "qwen2_moe"}
+    return fields | {"qkv_bias": fields.pop("attention_bias")}
+
+
 def _olmo2(m: Metadata) -> dict[str, Any]:
     if has_window(m):
         raise m.refusal("attention.sliding_window", f"is {m['attention.sliding_window']}")
@@ -279,6 +334,7 @@ ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "nemotron_h": _nemotron_h,
     "smollm3": _smollm3,
     "qwen2": _qwen2,
+    "qwen2moe": _qwen2_moe,
     "qwen3": lambda m: plain(m) | _some_windows(m) | {"model_type": "qwen3"},
     "qwen3moe": _qwen3_moe,
     "qwen35": _qwen3_5,
@@ -288,7 +344,11 @@ ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "gpt-oss": _gpt_oss,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,
+    "gpt2": _gpt2,
+    "nemotron": _nemotron,
     "phi3": _phi3,
+    "stablelm": _stablelm,
+    "starcoder2": _starcoder2,
     "olmo2": _olmo2,
     "gemma": lambda m: plain(m) | {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
     "gemma2": _gemma2,
@@ -297,8 +357,7 @@ ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
 }
 # whose queries and keys have the two halves of a head alternate row by row
 INTERLEAVED = {"llama", "granite", "granitemoe", "granitehybrid", "nemotron_h", "smollm3"}
-# of which, for transformers, rows of experts' gates and of what they let through alternate, and
-# experts' matrices are transposed
+# of which, for transformers, rows of experts' gates and of what they let through alternate
 INTERLEAVED_EXPERTS = {"gpt-oss"}
 
 

@@ -16,15 +16,22 @@ from quickbeam.models.angles import hold
 from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.gguf.architecture import INTERLEAVED, INTERLEAVED_EXPERTS, architecture_of
-from quickbeam.models.gguf.file import GgufFile
+from quickbeam.models.gguf.architecture import (
+    ARCHITECTURES,
+    INTERLEAVED,
+    INTERLEAVED_EXPERTS,
+    architecture_of,
+)
+from quickbeam.models.gguf.file import GgufFile, kind_name, widened
 from quickbeam.models.gguf.names import ANGLES, BESIDE_TEXT, StoredName, is_behind, stored_names
 from quickbeam.models.gguf.tokenizer import file_eos_ids, load_tokenizer
 from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows, with_data
+from quickbeam.models.native.quantised import BlockRows, Weight, with_data
 from quickbeam.models.shapes import check_shapes, expected, refuse_shared_experts
 from quickbeam.models.stack import LinearAttention, Stack
-from quickbeam.models.stack_tensors import Parameters, experts, names, norms
+from quickbeam.models.stack_tensors import Parameters, experts, linears, names, norms
+
+logger = logging.getLogger(__name__)
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +47,10 @@ SAMPLED = {
 class GgufParameters(Parameters):
     """Parameters of a `.gguf` file, by the names of transformers' causal language model.
 
-    With `dtype` bfloat16, weights in blocks are given as `BlockRows`, others as they are stored.
-    With float32, all are widened, exactly. `stored_name`: gives the file's name of a parameter, or
-    None. `beside`: shapes of parameters that the `stack` doesn't name, among them norms of its last
-    norm's kind.
+    With `kernels`, weights in blocks are given as `BlockRows`, and others as they are stored. With
+    `dtype` float32, or without kernels, blocks are widened first. `stored_name`: gives the file's
+    name of a parameter, or None. `beside`: shapes of parameters that the `stack` doesn't name,
+    among them norms of its last norm's kind.
     """
 
     def __init__(
@@ -53,7 +60,7 @@ class GgufParameters(Parameters):
         config: Any,
         stack: Stack,
         dtype: torch.dtype,
-        kernels: Kernels,
+        kernels: Kernels | None,
         stored_name: StoredName,
         beside: Mapping[str, list[int]] = MappingProxyType({}),
     ) -> None:
@@ -63,17 +70,25 @@ class GgufParameters(Parameters):
         self._interleaved = architecture in INTERLEAVED
         self._interleaved_experts = architecture in INTERLEAVED_EXPERTS
         self.dtype, self._kernels = dtype, kernels
+        self._widens = dtype is torch.float32 or kernels is None
         self._plus_one = {name for norm in norms(stack) if norm.plus_one for name in norm.weights}
         if stack.norm.plus_one:
             self._plus_one |= {name for name, shape in beside.items() if len(shape) == 1}
+        self._transposed = {
+            one.name for linear, _ in linears(stack) for one in linear.weights if one.transposed
+        }
         matrices = [one for one in stack.recurrents if isinstance(one, LinearAttention)]
         self._slopes = {one.log_slope for one in matrices}
         # what may be stored with an axis more
         self._flat = self._slopes | {name for one in matrices for name in _of_heads(one)}
+        head_norms = norms(tuple(one.norms for one in stack.attentions))
+        self._flat |= {name for norm in head_norms for name in norm.weights}
         wanted = names(stack) | beside.keys()
         self._stored = self._places(stored_name, wanted)
         file.refuse_formats(one for parts in self._stored.values() for one in parts)
         refuse_incomplete(set(wanted) - self._stored.keys(), [])
+        if not self._widens:
+            self._refuse_two_formats()
         self._lacking = {one.weight: 1 for one in stack.recurrents}  # axes of one number
         gates = (one.shared_gate for one in experts(stack) if one.shared_gate)
         for name in (tensor.name for gate in gates for tensor in gate.weights):
@@ -101,6 +116,15 @@ class GgufParameters(Parameters):
                     raise InvalidInput(f"{self.file.path}: {' and '.join(parts)} have other shapes")
         return stored
 
+    def _refuse_two_formats(self) -> None:
+        """Raise `NotDescribed` for a parameter whose parts are of two formats."""
+        for parts in self._stored.values():
+            kinds = sorted({kind_name(self.file.tensors[one].kind) for one in parts})
+            if len(kinds) > 1:
+                raise NotDescribed(
+                    f"experts' gates and what they let through are {' and '.join(kinds)}"
+                )
+
     def shape(self, name: str) -> list[int]:
         first, *rest = [list(self.file.tensors[one].shape) for one in self._stored[name]]
         shape = [first[0], first[1] + rest[0][1], *first[2:]] if rest else first
@@ -109,11 +133,13 @@ class GgufParameters(Parameters):
         if name in self._lacking:
             shape.insert(self._lacking[name], 1)
             return shape
-        transposed = self._interleaved_experts and len(shape) == 3
-        return [shape[0], *shape[:0:-1]] if transposed else shape
+        if name in self._transposed:
+            *of_experts, outputs, inputs = shape
+            return [*of_experts, inputs, outputs]
+        return shape
 
     def like(self, name: str) -> Weight:
-        if self.dtype is torch.float32:
+        if self._widens:
             return super().like(name)
         weights = [self.file[one] for one in self._stored[name]]  # mapped
         part = weights[0]
@@ -127,20 +153,19 @@ class GgufParameters(Parameters):
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
         """Return rows `first` to `last` (excluded) of a tensor, `BlockRows` or numbers.
 
+        Blocks are never transposed. Of a matrix that is, rows are those of the file.
         Where `first` is not 0, what was read before it is let go of.
         """
         if first:
             self.file.forget()
-        weights = [self._ordered(name, self.file[one]) for one in self._stored[name]]
-        part = weights[0][first:last]
-        if len(weights) > 1:
-            part = _joined([one[first:last] for one in weights], self._interleaved_experts)
+        parts = [self._ordered(name, self.file[one])[first:last] for one in self._stored[name]]
+        if self._widens:
+            parts = [widened(one, self._kernels) for one in parts]
+        part = parts[0] if len(parts) == 1 else _joined(parts, self._interleaved_experts)
         if isinstance(part, BlockRows):
-            if self.dtype is not torch.float32:
-                return part
-            part = dense_rows(self._kernels, part)
-        if self._interleaved_experts and part.dim() == 3:
-            part = part.transpose(1, 2)
+            return part
+        if name in self._transposed:
+            part = part.transpose(-1, -2)
         if name in self._plus_one:
             part = part.float() - 1
         elif name in self._slopes:  # stored as it is used
@@ -153,12 +178,11 @@ class GgufParameters(Parameters):
             return weight.flatten()
         if name in self._lacking and isinstance(weight, torch.Tensor):
             return weight.unsqueeze(self._lacking[name])
-        heads = {
-            "q_proj": self.config.num_attention_heads,
-            "k_proj": self.config.num_key_value_heads,
-        }.get(name.rpartition(".")[0].rpartition(".")[2])
-        if heads is None or not self._interleaved:
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        if not self._interleaved or module not in ("q_proj", "k_proj"):
             return weight
+        config = self.config
+        heads = config.num_attention_heads if module == "q_proj" else config.num_key_value_heads
         return with_data(weight, _halves(weight.data, heads))
 
     def release(self, layers: str, layer: int | None) -> None:
@@ -169,13 +193,13 @@ class GgufParameters(Parameters):
 class GgufCheckpoint(GgufParameters):
     """A `.gguf` file as a model's checkpoint.
 
-    `dtype`: None for bfloat16. `config`, `stack`: as of `Checkpoint`. `eos_ids`: the tokens that
-    end an answer.
+    `dtype`: None for bfloat16. `kernels`: as of `GgufParameters`. `config`, `stack`: as of
+    `Checkpoint`. `eos_ids`: the tokens that end an answer.
     """
 
     quantised = True  # most of its weights
 
-    def __init__(self, path: Path, dtype: torch.dtype | None, kernels: Kernels) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype | None, kernels: Kernels | None) -> None:
         """Raises `NotDescribed` for what is not described, and `InvalidInput` for a file that is
         not whole, or has weights in other formats."""
         self.path, file, dtype = path, GgufFile(path), dtype or torch.bfloat16
@@ -230,6 +254,26 @@ class GgufCheckpoint(GgufParameters):
         return {name: value for name, value in values.items() if value is not None}
 
 
+def open_gguf(path: Path, dtype: torch.dtype | None, kernels: Kernels | None) -> GgufCheckpoint:
+    """Return a file's checkpoint, with all blocks widened where `kernels` can't read them.
+
+    Raises `InvalidInput` for what is not described, and as `GgufCheckpoint` does.
+    """
+    try:
+        return GgufCheckpoint(path, dtype, kernels)
+    except NotDescribed as error:
+        reason = str(error)
+    try:
+        checkpoint = GgufCheckpoint(path, dtype, None)
+    except NotDescribed as error:
+        raise InvalidInput(
+            f"{error}, which is not known here; known are the architectures "
+            f"{', '.join(sorted(ARCHITECTURES))}: take the model's folder instead"
+        ) from error
+    logger.info("%s is widened: %s", path, reason)
+    return checkpoint
+
+
 def _of_heads(of: LinearAttention) -> Iterator[str]:
     """Yield what a recurrence has of each head or group, beside its slopes."""
     if of.skip is not None:
@@ -241,10 +285,8 @@ def _of_heads(of: LinearAttention) -> Iterator[str]:
 def _joined(parts: Sequence[Weight], interleaved: bool, count: int | None = None) -> Weight:
     """Return matrices `[experts, rows, …]` one below the other, or `interleaved` row by row.
 
-    `count`: without their numbers, of so many experts. Raises `NotDescribed` for two formats."""
-    kinds = {one.name if isinstance(one, BlockRows) else str(one.dtype) for one in parts}
-    if len(kinds) > 1:
-        raise NotDescribed(f"experts' gates and what they let through are {' and '.join(kinds)}")
+    All are of one format. `count`: without their numbers, of so many experts.
+    """
     of = [one.data for one in parts]
     data = torch.stack(of, 2).flatten(1, 2) if interleaved else torch.cat(of, 1)
     if count is not None:

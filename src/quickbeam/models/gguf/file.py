@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.native.library import FORMATS
-from quickbeam.models.native.quantised import BlockRows, Weight
+from quickbeam.models.native.library import FORMATS, Kernels
+from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows
 
 NUMBERS = "BbHhIif?..QqdX"  # struct's letters by type; 8 is a string, 9 an array
 STRING, ARRAY = 8, 9
@@ -119,7 +119,7 @@ class GgufFile:
             if kind not in KINDS and kind not in WHOLE:
                 raise InvalidInput(
                     f"{self.path}: the weight {name[:80]} is stored as "
-                    f"{_kind_name(kind)}, which is not read; read are {READ}: "
+                    f"{kind_name(kind)}, which is not read; read are {READ}: "
                     "take a file of the same model in one of these, such as Q4_K_M"
                 )
 
@@ -234,7 +234,24 @@ class _Part:
         return StoredTensor(kind, shape, offset, size)
 
 
-def _kind_name(kind: int) -> str:
+def widened(weight: Weight, kernels: Kernels | None) -> torch.Tensor:
+    """Return a weight's numbers in float32.
+
+    Blocks are widened by the kernels, or without them by the package `gguf`, to the same bits.
+    """
+    if isinstance(weight, torch.Tensor):
+        return weight.float()
+    if kernels is not None:
+        return dense_rows(kernels, weight)
+    from gguf import GGMLQuantizationType, dequantize
+
+    number = FORMATS[weight.name].file_type
+    assert number is not None
+    return torch.from_numpy(dequantize(weight.data.numpy(), GGMLQuantizationType(number)))
+
+
+def kind_name(kind: int) -> str:
+    """Return what the package `gguf` calls a format."""
     from gguf import GGMLQuantizationType
 
     return GGMLQuantizationType(kind).name if kind in [*GGMLQuantizationType] else f"type {kind}"

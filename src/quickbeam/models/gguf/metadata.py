@@ -236,7 +236,7 @@ def plain(m: Metadata, **known: Any) -> dict[str, Any]:
         or only(m.each("attention.head_count_kv"), "numbers of heads")
         or heads,
         "head_dim": dim,
-        "rms_norm_eps": float(m["attention.layer_norm_rms_epsilon"]),
+        "rms_norm_eps": known.get("rms_norm_eps") or float(m["attention.layer_norm_rms_epsilon"]),
         "max_position_embeddings": m.context_length,
         "vocab_size": m.file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": not m.has("output.weight"),
@@ -245,6 +245,13 @@ def plain(m: Metadata, **known: Any) -> dict[str, Any]:
         "attention_bias": m.has("blk.0.attn_q.bias"),
         "mlp_bias": m.has("blk.0.ffn_up.bias"),
     }
+
+
+def layer_normed(m: Metadata, name: str) -> dict[str, Any]:
+    """Return the same for layer norms, whose epsilon is called `name`."""
+    m.note("attention.layer_norm_rms_epsilon")  # the converter may write it as well
+    fields = plain(m, rms_norm_eps=float(m["attention.layer_norm_epsilon"]))
+    return fields | {name: fields.pop("rms_norm_eps")}
 
 
 def chosen(m: Metadata, name: str = "num_local_experts") -> dict[str, Any]:

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from quickbeam.errors import InvalidInput, QuickbeamError, first_line
 from quickbeam.models.base import Streamed
-from quickbeam.models.hf_attention import decoder_layers
 from quickbeam.models.memory import peak_bytes
+from quickbeam.models.torch.network import Network
 
 BUFFERS = 2
 ALIGNED = 256  # bytes: tensors in a buffer begin at multiples of it
@@ -64,15 +63,15 @@ class PinnedLayers(Streamed):
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        layers: Sequence[nn.Module],
+        network: Network,
         held: Sequence[int],
         device: torch.device,
         copies: Copies,
     ) -> None:
         self.source = "host memory"
         self._copies = copies
-        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        layers = network.blocks
+        self.weight_bytes = sum(parameter.nbytes for parameter in network.parameters())
         moved = [layer for number, layer in enumerate(layers) if number not in held]
         self._sizes = [layer_bytes(layer) for layer in moved]
         self._host = [
@@ -89,7 +88,7 @@ class PinnedLayers(Streamed):
                 parameter.data = buffer[first:last].view(parameter.dtype).view(parameter.shape)
             layer.register_forward_pre_hook(partial(self._before, number))
             layer.register_forward_hook(partial(self._after, number))
-        model.to(device)
+        network.to(device)
         self.streamed_bytes = sum(self._sizes)
 
     @staticmethod
@@ -134,39 +133,31 @@ class PinnedLayers(Streamed):
 
 
 def pin_layers(
-    model: PreTrainedModel, memory: int, device: torch.device, copies: Copies | None = None
+    network: Network, memory: int, device: torch.device, copies: Copies | None = None
 ) -> PinnedLayers | None:
-    """Put a model that is in host memory on `device`, where its weights may take `memory` bytes.
+    """Put a network that is in host memory on `device`, where its weights may take `memory` bytes.
 
-    If all of them fit, do nothing and return None.
+    Return None if all of them fit.
 
-    Everything but the decoder layers always stays on the device. So do as many decoder layers as
-    there is room for beside two buffers. They are spread evenly over the pass, so that copies go on
-    while they compute. Raises `InvalidInput` if the memory is too small, if layers share weights,
-    or if the decoder layers are not found.
+    Everything but the layers always stays on the device. So do as many layers as there is room for
+    beside two buffers. They are spread evenly over the pass, so that copies go on while they
+    compute. Raises `InvalidInput` if the memory is too small.
     """
-    layers = list(decoder_layers(model))
-    sizes = [layer_bytes(layer) for layer in layers]
-    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    if len(inside) < sum(1 for layer in layers for _ in layer.parameters()):
-        raise InvalidInput(
-            f"memory: layers of this {type(model).__name__} share weights; leave memory out"
-        )
-    fixed = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in inside)
-    piece = max(sizes)
+    sizes = [layer_bytes(layer) for layer in network.blocks]
+    total = sum(parameter.nbytes for parameter in network.parameters())
+    fixed = total - sum(parameter.nbytes for parameter in network.blocks.parameters())
+    piece, count = max(sizes), len(sizes)
     if memory >= fixed + sum(sizes):
+        network.to(device)
         return None
     least = fixed + BUFFERS * piece
     if memory < least:
         raise InvalidInput(
-            f"memory={memory}: this {type(model).__name__} needs at least "
-            f"{-(-least // 10**6)}MB on {device.type}"
+            f"memory={memory}: this model needs at least {-(-least // 10**6)}MB on {device.type}"
         )
-    count = (memory - least) // piece
-    held = [
-        i for i in range(len(layers)) if (i + 1) * count // len(layers) > i * count // len(layers)
-    ]
-    return PinnedLayers(model, layers, held, device, copies or Copies(device))
+    stay = (memory - least) // piece
+    held = [i for i in range(count) if (i + 1) * stay // count > i * stay // count]
+    return PinnedLayers(network, held, device, copies or Copies(device))
 
 
 def places(layer: nn.Module) -> Iterator[tuple[nn.Parameter, int, int]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from answers import answer
-from cases import few, refuses
+from cases import few
 from models import VOCAB, tiny
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.last_logits import LastLogits
@@ -15,9 +15,9 @@ from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.hf_recurrent import TorchStates
 from quickbeam.models.opening import make_model
-from quickbeam.models.torch import TorchModel
+from quickbeam.models.torch.model import TorchModel
+from quickbeam.models.torch.states import TorchStates
 from quickbeam.params import SamplingParams
 from test_families import CONFIGS
 from test_recurrent import IDS, KINDS, PAGE, wrong_rows
@@ -80,8 +80,3 @@ def test_families_give_the_logits_of_transformers(family):
     """`TorchModel` compares them, in chunks and trees, and refuses others."""
     model = make_model(tiny("", torch.float32, config=CONFIGS[family]), native=False)
     assert model.pool.state_pages
-
-
-def test_what_transformers_runs_in_two_ways_is_refused():
-    model = tiny("", torch.float32, config=CONFIGS["nemotron_h"])
-    refuses(r"time steps have a limit.*only the native kernels", make_model, model, native=False)

@@ -1,0 +1,251 @@
+# mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, misc"
+"""Attention over pages of keys and values as two Triton kernels (`paged_attention.attend`).
+
+Keys are read in chunks that begin at fixed positions, each by a program of its own, with its own
+maximum (flash-decoding). Then the chunks of a row are joined, first to last. So a row's bits depend
+on the keys that it sees and their positions, and on nothing else in the pass.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+
+from quickbeam.models.torch.paged_attention import AttentionParams
+from quickbeam.models.torch.pages import RowPool
+from quickbeam.models.torch.rows import PassRows
+
+BLOCK = 64  # keys that are multiplied at a time
+CHUNK = 512  # keys that a program reads
+LEAST = 16  # rows and columns of a product, at least
+# compiled once a model, not anew for some sizes of a pass: neither for numbers that are 1 or divide
+# by 16, nor for tensors that begin at a multiple of 16 bytes
+NUMBERS = ["window", "pages_width", "path_width", "chunks"]
+TENSORS = ["sums", "maxima", "weights", "pages", "path", "sequence", "committed", "seen"]
+TENSORS += ["positions"]
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=TENSORS)
+def attend_chunk(
+    query,
+    key,
+    value,
+    sums,
+    maxima,
+    weights,
+    pages,
+    path,
+    sequence,
+    committed,
+    seen,
+    positions,
+    scaling,
+    softcap,
+    window,
+    pages_width,
+    path_width,
+    chunks,
+    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Attend with the heads of one row that share keys, over one chunk of positions.
+
+    `query`: `[n, KV_HEADS * GROUP, KEY_DIM]`. `key`, `value`: `[rows, KV_HEADS, dim]`. `sums`
+    `[n, KV_HEADS * GROUP, chunks, VALUE_DIM]`: of the values times the exponentials of their
+    scores, less the largest score of the chunk, which `maxima` `[n, heads, chunks]` get. `weights`,
+    of the same shape: the sums of these exponentials. `window` and `softcap` are 0 where there are
+    none. Grid: rows, heads of keys, chunks.
+    """
+    row, kv_head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    in_pages, position = tl.load(committed + row), tl.load(positions + row)
+    end = tl.load(seen + row)
+    if CAUSAL:
+        end = tl.minimum(end, position + 1)
+    first = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+    begin = tl.maximum(chunk * CHUNK, first // BLOCK * BLOCK)
+    stop = tl.minimum(end, (chunk + 1) * CHUNK)
+
+    head = tl.arange(0, G)
+    key_column, value_column = tl.arange(0, K), tl.arange(0, V)
+    heads = (row * KV_HEADS + kv_head) * GROUP + head
+    is_head = head < GROUP
+    q = tl.load(
+        query + heads[:, None] * KEY_DIM + key_column[None, :],
+        mask=is_head[:, None] & (key_column < KEY_DIM)[None, :],
+        other=0.0,
+    )
+    table = pages + tl.load(sequence + row) * pages_width
+    total = tl.zeros((G, V), dtype=tl.float32)
+    largest = tl.full((G,), float("-inf"), dtype=tl.float32)
+    weight = tl.zeros((G,), dtype=tl.float32)
+    for at in range(begin, stop, BLOCK):
+        j = at + tl.arange(0, BLOCK)
+        visible = (j >= first) & (j < stop)
+        page = tl.load(table + j // PAGE, mask=visible & (j < in_pages), other=0)
+        on_path = tl.load(
+            path + row * path_width + j - in_pages, mask=visible & (j >= in_pages), other=0
+        )
+        slot = tl.where(j < in_pages, page * PAGE + j % PAGE, on_path)
+        slot = (slot * KV_HEADS + kv_head)[:, None]
+        k = tl.load(
+            key + slot * KEY_DIM + key_column[None, :],
+            mask=visible[:, None] & (key_column < KEY_DIM)[None, :],
+            other=0.0,
+        )
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+        if softcap > 0:
+            score = (2 * tl.sigmoid(2 * score / softcap) - 1) * softcap
+        score = tl.where(visible[None, :], score, float("-inf"))
+        new = tl.maximum(largest, tl.max(score, 1))
+        # of blocks before the first key that is seen, nothing counts
+        base = tl.where(new == float("-inf"), 0.0, new)
+        share = tl.exp(score - base[:, None])
+        kept = tl.exp(largest - base)
+        v = tl.load(
+            value + slot * VALUE_DIM + value_column[None, :],
+            mask=visible[:, None] & (value_column < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        total = total * kept[:, None]
+        total = tl.dot(share.to(v.dtype), v, total, input_precision="ieee")
+        weight = weight * kept + tl.sum(share, 1)
+        largest = new
+    place = heads * chunks + chunk
+    tl.store(
+        sums + place[:, None] * VALUE_DIM + value_column[None, :],
+        total,
+        mask=is_head[:, None] & (value_column < VALUE_DIM)[None, :],
+    )
+    tl.store(maxima + place, largest, mask=is_head)
+    tl.store(weights + place, weight, mask=is_head)
+
+
+@triton.jit(
+    do_not_specialize=["chunks"],
+    do_not_specialize_on_alignment=["sums", "maxima", "weights", "sinks", "out", "seen"],
+)
+def join_chunks(
+    sums,
+    maxima,
+    weights,
+    sinks,
+    out,
+    seen,
+    chunks,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Join the chunks of one row and head, first to last, and `sinks` `[HEADS]` after them.
+
+    `out`: `[n, HEADS, VALUE_DIM]` float32. Grid: rows, heads.
+    """
+    row, head = tl.program_id(0), tl.program_id(1)
+    column, first = tl.arange(0, V), (row * HEADS + head) * chunks
+    total = tl.zeros((V,), dtype=tl.float32)
+    largest, weight = float("-inf"), 0.0
+    for chunk in range(0, tl.cdiv(tl.load(seen + row), CHUNK)):
+        own = tl.load(maxima + first + chunk)
+        new = tl.maximum(largest, own)
+        base = tl.where(new == float("-inf"), 0.0, new)
+        before, added = tl.exp(largest - base), tl.exp(own - base)
+        part = tl.load(
+            sums + (first + chunk) * VALUE_DIM + column, mask=column < VALUE_DIM, other=0.0
+        )
+        total = total * before + part * added
+        weight = weight * before + tl.load(weights + first + chunk) * added
+        largest = new
+    if HAS_SINKS:
+        own = tl.load(sinks + head)
+        new = tl.maximum(largest, own)
+        before = tl.exp(largest - new)
+        total = total * before
+        weight = weight * before + tl.exp(own - new)
+    # a row of padding sees nothing
+    total = total / tl.where(weight > 0, weight, 1.0)
+    tl.store(out + (row * HEADS + head) * VALUE_DIM + column, total, mask=column < VALUE_DIM)
+
+
+def attend(
+    pool: RowPool,
+    rows: PassRows,
+    params: AttentionParams,
+    query: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what `paged_attention.attend` does, for pages in the products' format."""
+    key, value = pool.key[params.index], pool.value[params.index]
+    n, heads, key_dim = query.shape
+    kv_heads, value_dim = key.shape[1], value.shape[2]
+    chunks = triton.cdiv(rows.pages.shape[1] * rows.page, CHUNK)
+    query = query.to(key.dtype).contiguous()
+    sums = torch.empty(n, heads, chunks, value_dim, device=query.device)
+    maxima, weights = torch.empty(2, n, heads, chunks, device=query.device).unbind()
+    out = torch.empty(n, heads, value_dim, device=query.device)
+
+    def padded(size: int) -> int:
+        return max(LEAST, int(triton.next_power_of_2(size)))
+
+    # Triton starts kernels on the current device
+    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+        attend_chunk[n, kv_heads, chunks](
+            query,
+            key,
+            value,
+            sums,
+            maxima,
+            weights,
+            rows.pages,
+            rows.path,
+            rows.sequence,
+            rows.committed,
+            rows.seen,
+            rows.positions,
+            params.scaling,
+            params.softcap or 0.0,
+            params.window or 0,
+            rows.pages.shape[1],
+            rows.path.shape[1],
+            chunks,
+            PAGE=rows.page,
+            KV_HEADS=kv_heads,
+            GROUP=heads // kv_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            G=padded(heads // kv_heads),
+            K=padded(key_dim),
+            V=padded(value_dim),
+            BLOCK=BLOCK,
+            CHUNK=CHUNK,
+            CAUSAL=params.causal,
+        )
+        join_chunks[n, heads](
+            sums,
+            maxima,
+            weights,
+            sums if sinks is None else sinks,
+            out,
+            rows.seen,
+            chunks,
+            HEADS=heads,
+            VALUE_DIM=value_dim,
+            V=padded(value_dim),
+            CHUNK=CHUNK,
+            HAS_SINKS=sinks is not None,
+        )
+    return out.flatten(1)

@@ -1,0 +1,105 @@
+"""Passes as CUDA graphs: one launch a pass."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from quickbeam.models.torch.rows import ListedRows, PassRows, PassSizes
+
+MOST_GRAPHS = 64  # that are kept, those used last
+WARM_UPS = 2  # runs before a graph is captured, in which libraries set themselves up
+
+_capturing = threading.Lock()  # PyTorch takes one capture at a time in a process
+
+
+class Captured(NamedTuple):
+    """A pass of one size as a graph: `numbers` are what it reads, `results` what it writes."""
+
+    graph: Any
+    numbers: torch.Tensor
+    results: Sequence[torch.Tensor]
+
+
+class Graphs:
+    """Runs `compute`, a pass whose work depends on nothing but its sizes, as graphs.
+
+    A graph is captured at the first use of a size. All share one pool of memory, and write their
+    results to the same buffers. So results are copied before the next graph runs.
+    """
+
+    def __init__(
+        self, compute: Callable[[PassRows], Sequence[torch.Tensor]], device: torch.device
+    ) -> None:
+        self._compute, self._device = compute, device
+        self._captured = OrderedDict[PassSizes, Captured]()
+        self._generation = 0
+        self._buffers = list[torch.Tensor]()  # one for each result, as large as any size needs
+        self._memory: Any = None
+        new_stream: Any = torch.cuda.Stream
+        # the same one for all, or each would keep workspaces of its own
+        self._stream = new_stream(device)
+
+    def clear(self) -> None:
+        """Forget all graphs, as what they read has been replaced."""
+        self._captured.clear()
+
+    def run(self, listed: ListedRows, generation: int) -> Sequence[torch.Tensor]:
+        """Return copies of what `compute` gives for these rows.
+
+        `generation`: of the pool. Another one has other tensors, and makes graphs useless.
+        """
+        if generation != self._generation:
+            self.clear()
+            self._generation = generation
+        # PyTorch gives this memory to nobody else before the copy from it has run
+        host = torch.from_numpy(listed.numbers).pin_memory()
+        with torch.cuda.device(self._device):
+            if listed.sizes not in self._captured:
+                self._captured[listed.sizes] = self._capture(listed, host)
+            self._captured.move_to_end(listed.sizes)
+            if len(self._captured) > MOST_GRAPHS:
+                self._captured.popitem(last=False)
+            captured = self._captured[listed.sizes]
+            captured.numbers.copy_(host, non_blocking=True)
+            captured.graph.replay()
+            return [result.clone() for result in captured.results]
+
+    def _capture(self, listed: ListedRows, host: torch.Tensor) -> Captured:
+        new_graph: Any = torch.cuda.CUDAGraph
+        new_memory: Any = torch.cuda.graph_pool_handle
+        if not self._captured:  # a pool whose graphs are all gone takes no new ones
+            self._memory = new_memory()
+        numbers = host.to(self._device)
+        graph, stream = new_graph(), self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                rows = PassRows.of(numbers, listed.sizes, listed.page)
+                warmed_up = self._compute(rows)
+            results = self._buffers_for(warmed_up)
+            del warmed_up
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        # other threads may use the device meanwhile: their calls are no errors
+        capture = torch.cuda.graph(
+            graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"
+        )
+        with _capturing, capture:
+            rows = PassRows.of(numbers, listed.sizes, listed.page)
+            for result, computed in zip(results, self._compute(rows), strict=True):
+                result.copy_(computed)
+        return Captured(graph, numbers, results)
+
+    def _buffers_for(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return parts of the buffers with the shapes of `like`."""
+        if not self._buffers:
+            self._buffers = [one.new_empty(0) for one in like]
+        for i, (buffer, one) in enumerate(zip(self._buffers, like, strict=True)):
+            if buffer.numel() < one.numel():  # graphs keep the one that they were captured with
+                self._buffers[i] = one.new_empty(one.numel())
+        pairs = zip(self._buffers, like, strict=True)
+        return [buffer[: one.numel()].view(one.shape) for buffer, one in pairs]

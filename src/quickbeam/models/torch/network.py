@@ -1,0 +1,221 @@
+"""A whole `Stack` as PyTorch modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quickbeam.models.angles import angles_of
+from quickbeam.models.stack import Experts, Layer, PerLayerInput, PerLayerInputs, Stack
+from quickbeam.models.stack_tensors import Parameters
+from quickbeam.models.torch.attention import AttentionLayer, PassInputs, attention_on
+from quickbeam.models.torch.feed_forward import (
+    ExpertsLayer,
+    FeedForwardLayer,
+    GroupedProduct,
+    ParallelExpertsLayer,
+)
+from quickbeam.models.torch.pages import RowPool
+from quickbeam.models.torch.parts import ACTIVATIONS, Product, Reader, soft_cap
+from quickbeam.models.torch.recurrent import recurrent_layer
+from quickbeam.models.torch.rows import PassRows
+from quickbeam.models.torch.states import State
+
+PRODUCTS = (Product, GroupedProduct)
+
+
+class Embedding(nn.Module):
+    """Token ids `[...]` to rows of `weight` `[vocab, d]` times `embed_scale`, `[..., d]`."""
+
+    def __init__(self, weight: nn.Parameter, scale: float) -> None:
+        super().__init__()
+        self.weight, self.embed_scale = weight, scale
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = F.embedding(ids, self.weight)
+        return rows if self.embed_scale == 1 else rows * self.embed_scale
+
+
+class PerLayerEmbeddings(nn.Module):
+    """Makes the inputs that each layer has of its own (`stack.PerLayerInputs`)."""
+
+    def __init__(self, per_layer: PerLayerInputs, layers: int, reader: Reader) -> None:
+        super().__init__()
+        self.per_layer, self.layers = per_layer, layers
+        self.table = reader.table(per_layer.table)
+        self.projection, self.norm = (
+            reader.product(per_layer.projection),
+            reader.norm(per_layer.norm),
+        )
+
+    def forward(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return `[n, layers, width]` for `tokens` `[n]`, whose embeddings are `x` `[n, d]`."""
+        apart = self.layers, self.per_layer.width
+        rows = F.embedding(tokens, self.table).float() * self.per_layer.scale
+        rows = torch.unflatten(rows, -1, apart)
+        projected = torch.unflatten(self.projection(x) * self.per_layer.factor, -1, apart)
+        result: torch.Tensor = (self.norm(projected) + rows) * self.per_layer.mixed
+        return result
+
+
+class PerLayerInputLayer(nn.Module):
+    """A layer's use of its own input (`stack.PerLayerInput`)."""
+
+    def __init__(self, per_layer: PerLayerInput, reader: Reader) -> None:
+        super().__init__()
+        self.gate, self.out = reader.product(per_layer.gate), reader.product(per_layer.out)
+        self.activation, self.after = per_layer.activation, reader.norm(per_layer.after)
+
+    def forward(self, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the residual stream `x` `[n, d]`; `own`: `[n, width]`."""
+        added: torch.Tensor = self.after(self.out(ACTIVATIONS[self.activation](self.gate(x)) * own))
+        return added
+
+
+class Block(nn.Module):
+    """Layer `index` of a stack (`stack.Layer`): what it makes of the residual stream `[n, d]`."""
+
+    def __init__(self, layer: Layer, index: int, reader: Reader) -> None:
+        super().__init__()
+        self.layer = layer
+        self.attention: nn.Module | None = None
+        self.recurrent: nn.Module | None = None
+        self.experts: nn.Module | None = None
+        self.feed_forward: nn.Module | None = None
+        self.parallel_experts: nn.Module | None = None
+        self.per_layer: nn.Module | None = None
+        if layer.attention is not None:
+            self.attention = AttentionLayer(layer.attention, index, reader)
+        if layer.recurrent is not None:
+            self.recurrent = recurrent_layer(layer.recurrent, index, reader)
+        if isinstance(layer.feed_forward, Experts):
+            self.experts = ExpertsLayer(layer.feed_forward, reader)
+        elif layer.feed_forward is not None:
+            self.feed_forward = FeedForwardLayer(layer.feed_forward, reader)
+        if layer.parallel_experts is not None:
+            self.parallel_experts = ParallelExpertsLayer(layer.parallel_experts, reader)
+        if layer.per_layer is not None:
+            self.per_layer = PerLayerInputLayer(layer.per_layer, reader)
+        self.scalar = reader.optional_vector(layer.scalar)
+        self.attention_before = reader.norm(layer.attention_before)
+        self.attention_after = reader.norm(layer.attention_after)
+        self.feed_forward_before = reader.norm(layer.feed_forward_before)
+        self.feed_forward_after = reader.norm(layer.feed_forward_after)
+
+    def forward(
+        self, x: torch.Tensor, inputs: PassInputs, own: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`own`: the layer's own input, `[n, width]`, where it has one."""
+        layer = self.layer
+        # what mixes tokens
+        source = self.attention_before(x)
+        mixed = torch.zeros_like(x)
+        if self.attention is not None:
+            mixed = mixed + self.attention_after(self.attention(source, inputs)) * layer.residual
+        if self.recurrent is not None:
+            mixed = mixed + self.attention_after(self.recurrent(source, inputs)) * layer.residual
+
+        # the feed-forward, which may read what attention read
+        if layer.parallel:
+            if layer.feed_forward_before is not None:
+                source = self.feed_forward_before(x)
+            x = x + mixed
+        else:
+            x = x + mixed
+            source = self.feed_forward_before(x)
+        fed: torch.Tensor | None = None
+        if self.experts is not None:
+            fed = self.experts(source, inputs.rows)
+        elif self.feed_forward is not None:
+            fed = self.feed_forward(source)
+        if self.parallel_experts is not None:
+            fed = self.parallel_experts(x, inputs.rows, fed)
+        if fed is not None:
+            x = x + self.feed_forward_after(fed) * layer.residual
+
+        if self.per_layer is not None:
+            x = x + self.per_layer(x, own)
+        return x if self.scalar is None else x * self.scalar
+
+
+class Network(nn.Module):
+    """A `Stack` with its weights on `device`.
+
+    `parameters` are released as they are read.
+    """
+
+    def __init__(
+        self, parameters: Parameters, stack: Stack, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.stack = stack
+        reader = Reader(parameters, device, dtype)
+        self.embedding = Embedding(reader.table(stack.embedding), stack.scale)
+        self.positions: nn.Parameter | None = None
+        if stack.positions is not None:
+            self.positions = reader.table(stack.positions)
+        self.per_layer: nn.Module | None = None
+        if stack.per_layer is not None:
+            self.per_layer = PerLayerEmbeddings(stack.per_layer, len(stack.layers), reader)
+        self.embedding_norm, self.norm = reader.norm(stack.embedding_norm), reader.norm(stack.norm)
+        self.head = reader.product(stack.head)
+        if torch.equal(self.head.weight, self.embedding.weight):  # one tensor in the checkpoint
+            self.head.weight = self.embedding.weight
+        self.blocks = nn.ModuleList()
+        for index, layer in enumerate(stack.layers):
+            self.blocks.append(Block(layer, index, reader))
+            parameters.release(stack.inside, index)
+        parameters.release(stack.inside, None)
+        self.angles = {
+            one.rotary: angles_of(parameters.config, one.rotary, one.rotary_dim)
+            for one in stack.attentions
+            if one.rotary is not None
+        }
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of the weights of all products."""
+        products = (module for module in self.modules() if isinstance(module, PRODUCTS))
+        return sum(product.weight.nbytes for product in products)
+
+    def zero_states(self) -> State:
+        """Return the states of an empty sequence, by the numbers of recurrent layers."""
+        recurrent: list[Any] = [block.recurrent for block in self.blocks]
+        return {i: one.zeros() for i, one in enumerate(recurrent) if one is not None}
+
+    def forward(
+        self, rows: PassRows, pool: RowPool, watched: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the residual stream after all layers, `[n, d]`, and after those of `watched`.
+
+        Number i of `watched` means after i layers; one more than there are layers means behind the
+        final norm.
+        """
+        x = self._embed(rows.tokens, rows.positions)
+        own = None if self.per_layer is None else self.per_layer(rows.tokens, x)
+        angles = {rotary: one.at(rows.positions) for rotary, one in self.angles.items()}
+        inputs = PassInputs(rows, pool, angles, attention_on(pool.device))
+        streams = dict[int, torch.Tensor]()
+        for i, block in enumerate(self.blocks):
+            x = block(x, inputs, None if own is None else own[:, i])
+            streams[i + 1] = x
+        if len(self.blocks) + 1 in watched:
+            streams[len(self.blocks) + 1] = self.norm(x)
+        return x, [streams[layer] for layer in watched]
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[n, vocab]` float32 for the residual stream after all layers, `[n, d]`."""
+        logits = self.head(self.norm(x)) * self.stack.head_scale
+        return soft_cap(logits, self.stack.softcap)
+
+    def _embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        rows = F.embedding(tokens, self.embedding.weight).float()
+        x: torch.Tensor = self.embedding_norm(rows * self.stack.scale)
+        if self.positions is None:
+            return x
+        rows = positions + self.stack.first_position
+        return x + F.embedding(rows, self.positions).float()

@@ -1,0 +1,120 @@
+"""What layers are made of: products, norms, activations, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quickbeam.models.native import library
+from quickbeam.models.native.quantised import Weight, dense_rows
+from quickbeam.models.stack import Linear, Name, Norm
+from quickbeam.models.stack_tensors import Parameters, norm_weight, rows_of
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+}
+
+
+def soft_cap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Return `cap * tanh(x / cap)`, or `x` where there is no cap."""
+    return x if cap is None else torch.tanh(x / cap) * cap
+
+
+def constant(tensor: torch.Tensor) -> nn.Parameter:
+    """Return a parameter that is not trained."""
+    return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+class Product(nn.Module):
+    """`weight @ x + bias`: `[..., inputs]` in any format to `[..., outputs]` float32.
+
+    `weight`: `[outputs, inputs]`, in whose format the product is computed. `bias`: `[outputs]`.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight = constant(weight)
+        self.bias = None if bias is None else constant(bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).float()
+
+
+class NormLayer(nn.Module):
+    """An RMS norm or a layer norm over the last dimension, `[..., d]` to `[..., d]` float32.
+
+    A weight of several heads goes over the last two dimensions.
+    """
+
+    def __init__(self, norm: Norm, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.epsilon, self.centred = norm.epsilon, norm.centred
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        if self.centred:
+            x = x - x.mean(-1, keepdim=True)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
+        if self.weight is not None:
+            several = self.weight.numel() > x.shape[-1]
+            x = x * (self.weight.view(x.shape[-2:]) if several else self.weight)
+        return x if self.bias is None else x + self.bias
+
+
+def dense(weight: Weight) -> torch.Tensor:
+    """Return the numbers of a weight, which may be in blocks of few bits."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    kernels = library.kernels()
+    assert kernels is not None
+    return dense_rows(kernels, weight)
+
+
+class Reader:
+    """Makes the parts of layers from a model's `parameters`.
+
+    They are on `device`, and products are in `dtype`.
+    """
+
+    def __init__(self, parameters: Parameters, device: torch.device, dtype: torch.dtype) -> None:
+        self._parameters, self._device, self._dtype = parameters, device, dtype
+
+    def table(self, name: Name) -> nn.Parameter:
+        """Return a whole parameter in the products' format."""
+        return constant(self._read(name, self._dtype))
+
+    def vector(self, name: Name) -> nn.Parameter:
+        """Return a whole parameter in float32."""
+        return constant(self._read(name, torch.float32))
+
+    def optional_vector(self, name: Name | None) -> nn.Parameter | None:
+        """Return a whole parameter in float32; None where there is none."""
+        return None if name is None else self.vector(name)
+
+    def product(self, linear: Linear, dtype: torch.dtype | None = None) -> Product:
+        """Return a product, in `dtype` if one is given."""
+        dtype = self._dtype if dtype is None else dtype
+        weights = [dense(rows_of(rows, self._parameters(rows.name))) for rows in linear.weights]
+        biases = [rows_of(rows, self._parameters(rows.name)) for rows in linear.biases]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        bias = torch.cat(biases).to(self._device, dtype) if biases else None
+        return Product(weight.to(self._device, dtype), bias)
+
+    def norm(self, norm: Norm | None) -> nn.Module:
+        """Return a norm; where there is none, a module that changes nothing."""
+        if norm is None:
+            return nn.Identity()
+        weight = norm_weight(norm, self._parameters)
+        parameter = None if weight is None else constant(weight.to(self._device))
+        return NormLayer(norm, parameter, self.optional_vector(norm.bias))
+
+    def _read(self, name: Name, dtype: torch.dtype) -> torch.Tensor:
+        return dense(self._parameters(name)).to(self._device, dtype)

@@ -1,0 +1,241 @@
+"""The rows of a pass: where their keys and values are written, and which ones each row reads.
+
+A row sees keys by their positions: the j-th key that it sees stands at position j. The first ones
+are of committed tokens, in the pages of its sequence. Those after them are of its path in the draft
+tree. So what a row reads, and in which order, doesn't depend on its siblings or neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from quickbeam.models.base import Draft, Part
+from quickbeam.models.torch.pages import RowPool, RowStore, to_device
+from quickbeam.models.torch.states import RecurrentCall, recurrent_calls
+
+
+class UncommittedTokens(NamedTuple):
+    """The tokens after a sequence's committed ones: those of a pass, and those run before it.
+
+    `depths`: for each token, how many positions behind the last committed one plus 1 it stands.
+    `base`: how many of them an earlier pass has run. `seen`: of each token of this pass, the tokens
+    that it sees, by depth; None where each sees all before it, and itself. `parents`: of a tree,
+    each node's parent.
+    """
+
+    cache: RowStore
+    depths: Sequence[int]
+    base: int = 0
+    seen: Sequence[Sequence[int]] | None = None
+    parents: Sequence[int] | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.depths) - self.base
+
+
+def uncommitted(part: Part) -> UncommittedTokens:
+    """Return the tokens of a batch's part."""
+    assert isinstance(part.cache, RowStore)
+    if not isinstance(part, Draft):
+        return UncommittedTokens(part.cache, range(part.rows))
+    paths: list[list[int]] = []
+    for node, parent in enumerate(part.tree.parent):
+        paths.append([*paths[parent], node] if parent >= 0 else [node])
+    return UncommittedTokens(
+        part.cache, part.tree.depth, part.base, paths[part.base :], part.tree.parent
+    )
+
+
+# the tensors of `PassRows`, in the order in which their numbers follow one another
+TENSORS = (
+    "tokens",
+    "positions",
+    "written",
+    "sequence",
+    "committed",
+    "seen",
+    "wanted",
+    "pages",
+    "path",
+)
+
+
+class PassSizes(NamedTuple):
+    """How many rows, rows with logits, sequences, pages of a sequence and nodes of a path fit."""
+
+    rows: int
+    wanted: int
+    sequences: int
+    pages: int
+    path: int
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of `TENSORS`."""
+        rows = (self.rows,)
+        tables = (self.sequences, self.pages), (self.rows, self.path)
+        return [rows] * 6 + [(self.wanted,), *tables]
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers these tensors have."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+
+@dataclass(frozen=True)
+class PassRows:
+    """The n rows of a pass over S sequences, on the device; all numbers are int64.
+
+    `tokens`, `positions` `[n]`. `written` `[n]`: the row of the pool that each row's key and value
+    take. `sequence` `[n]`: the number of each row's sequence. `committed` `[n]`: how many keys each
+    row sees in the pages of its sequence. `seen` `[n]`: how many it sees in all. `wanted` `[w]`:
+    the rows after which logits are wanted. `pages` `[S, P]`: the sequences' pages. `path` `[n, D]`:
+    the rows of the pool with the keys that a row sees behind those in pages.
+
+    `page`: tokens of a page. `recurrent_calls`: of recurrent layers. `texts`: which rows are texts,
+    of which each row sees what the one before it sees; a pass of padded sizes names none.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    written: torch.Tensor
+    sequence: torch.Tensor
+    committed: torch.Tensor
+    seen: torch.Tensor
+    wanted: torch.Tensor
+    pages: torch.Tensor
+    path: torch.Tensor
+    page: int
+    recurrent_calls: Sequence[RecurrentCall] = ()
+    texts: Sequence[range] = ()
+
+    @classmethod
+    def of(cls, numbers: torch.Tensor, sizes: PassSizes, page: int, **more: Any) -> PassRows:
+        """Return the rows that `ListedRows.numbers` stand for, once they are on the device.
+
+        `more`: fields that are no tensors.
+        """
+        pieces = numbers.split_with_sizes([math.prod(shape) for shape in sizes.shapes])
+        tensors = [piece.view(shape) for piece, shape in zip(pieces, sizes.shapes, strict=True)]
+        named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+        return cls(**named, page=page, **more)
+
+    @cached_property
+    def is_padding(self) -> torch.Tensor:
+        """Which rows belong to no sequence, `[n]` bool."""
+        return self.seen == 0
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """The rows of the pool that each row reads, by position, `[n, P * page]`.
+
+        Row 0 stands for positions that a row doesn't see.
+        """
+        position = torch.arange(self.pages.shape[1] * self.page, device=self.pages.device)
+        in_pages = self.pages[:, position // self.page] * self.page + position % self.page
+        behind = position - self.committed[:, None]
+        on_path = self.path.gather(1, behind.clamp(0, self.path.shape[1] - 1))
+        keys = torch.where(behind < 0, in_pages[self.sequence], on_path)
+        return torch.where(position < self.seen[:, None], keys, 0)
+
+    def visible(self, window: int | None, causal: bool) -> torch.Tensor:
+        """Return which positions each row sees in a layer, `[n, P * page]` bool.
+
+        A row of padding sees position 0, so that its results are numbers.
+        """
+        position = torch.arange(self.pages.shape[1] * self.page, device=self.pages.device)
+        visible = position < self.seen.clamp(min=1)[:, None]
+        if window is not None:
+            visible = visible & (position > self.positions[:, None] - window)
+        if causal:
+            visible = visible & (position <= self.positions[:, None])
+        return visible
+
+
+class ListedRows(NamedTuple):
+    """The rows of a pass on the host.
+
+    `numbers`: those of `TENSORS`, one after the other, int64. Others are as there.
+    """
+
+    numbers: np.ndarray
+    sizes: PassSizes
+    page: int
+    recurrent_calls: Sequence[RecurrentCall]
+    texts: Sequence[range]
+
+    def to(self, device: torch.device) -> PassRows:
+        return PassRows.of(
+            to_device(self.numbers, device),
+            self.sizes,
+            self.page,
+            recurrent_calls=self.recurrent_calls,
+            texts=self.texts,
+        )
+
+
+def next_power(number: int, least: int = 1) -> int:
+    """Return the smallest power of two that is neither below `number` nor below `least`."""
+    return max(least, 1 << (number - 1).bit_length())
+
+
+def list_pass(
+    parts: Sequence[UncommittedTokens],
+    pool: RowPool,
+    tokens: Sequence[int] = (),
+    wanted: Sequence[int] = (),
+    padded: bool = False,
+) -> ListedRows:
+    """List the rows of a pass over these parts, for which room is made. Raises `NoRoom`.
+
+    `tokens`: of all rows. `wanted`: the numbers of rows after which logits are wanted. `padded`:
+    the sizes are powers of two.
+    """
+    totals = [part.cache.length + len(part.depths) for part in parts]
+    for part, total in zip(parts, totals, strict=True):
+        part.cache.reserve(total)
+    pages = [-(-total // pool.page) for total in totals]
+    depths = [len(tokens) for part in parts for tokens in part.seen or ()]
+    sizes = PassSizes(
+        sum(part.rows for part in parts), len(wanted), len(parts), max(pages), max([1, *depths])
+    )
+    if padded:
+        least = PassSizes(rows=1, wanted=1, sequences=1, pages=4, path=16)
+        sizes = PassSizes(*map(next_power, sizes, least))
+    numbers = np.zeros(sizes.numbers, np.int64)
+    ends = np.cumsum([math.prod(shape) for shape in sizes.shapes])
+    pieces = zip(np.split(numbers, ends[:-1]), sizes.shapes, strict=True)
+    listed = [piece.reshape(shape) for piece, shape in pieces]
+    ids, positions, written, sequence, committed, seen, with_logits, tables, paths = listed
+    ids[: len(tokens)] = tokens
+    with_logits[: len(wanted)] = wanted
+    written[:] = pool.page - 1  # where padding writes
+    first, texts = 0, list[range]()
+    for number, part in enumerate(parts):
+        start, rows = part.cache.length, slice(first, first + part.rows)
+        own = part.cache.rows(np.arange(start, totals[number]))
+        tables[number, : pages[number]] = part.cache.page_numbers[: pages[number]]
+        positions[rows] = start + np.array(part.depths[part.base :], np.int64)
+        written[rows], sequence[rows] = own[part.base :], number
+        if part.seen is None:
+            committed[rows] = seen[rows] = positions[rows] + 1
+            texts.append(range(first, first + part.rows))
+        else:
+            committed[rows] = start
+            seen[rows] = start + np.array([len(path) for path in part.seen], np.int64)
+            for row, path in zip(paths[rows], part.seen, strict=True):
+                row[: len(path)] = own[list(path)]
+        first += part.rows
+    calls = list[RecurrentCall]()
+    if pool.zeros:
+        of_parts = [(p.cache.states, p.parents, p.base, len(p.depths)) for p in parts]
+        calls = recurrent_calls(of_parts, pool.device)
+    return ListedRows(numbers, sizes, pool.page, calls, [] if padded else texts)

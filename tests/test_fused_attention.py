@@ -1,0 +1,138 @@
+"""The Triton kernel of paged attention against the reference: on CUDA where there is one, in
+Triton's interpreter (a process of its own) otherwise."""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from models import random_tree
+from quickbeam.models.base import Chain, Draft
+from quickbeam.models.native.operands import KVShape
+from quickbeam.models.torch import paged_attention
+from quickbeam.models.torch.paged_attention import AttentionParams
+from quickbeam.models.torch.pages import RowPool
+from quickbeam.models.torch.rows import list_pass, uncommitted
+from scripts import captured
+
+triton = pytest.importorskip("triton")
+fused = pytest.importorskip("quickbeam.models.torch.fused_attention")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CUDA = torch.cuda.is_available() and not INTERPRETED
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+runs_kernels = pytest.mark.skipif(
+    not (INTERPRETED or CUDA), reason="needs CUDA; see the test with the interpreter"
+)
+SHAPE = KVShape(2, 24, 20)
+HEADS = 6
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is in it already")
+def test_all_of_this_holds_in_tritons_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    kept = {name: value for name, value in os.environ.items() if "PYTEST_XDIST" not in name}
+    done = captured(command, env=kept | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_the_kernels_compile_for_a_gpu_without_one():
+    """Triton's interpreter takes more than its compiler does: types that change, for one."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    numbers = ("pages", "path", "sequence", "committed", "seen", "positions")
+    kinds = dict.fromkeys(("query", "key", "value"), "*bf16") | dict.fromkeys(numbers, "*i64")
+    kinds |= dict.fromkeys(("sums", "maxima", "weights", "sinks", "out"), "*fp32")
+    kinds |= dict.fromkeys(("scaling", "softcap"), "fp32")
+    sizes = {"PAGE": 64, "KV_HEADS": 2, "GROUP": 3, "KEY_DIM": 64, "VALUE_DIM": 64, "G": 16}
+    sizes |= {"K": 64, "V": 64, "BLOCK": 64, "CHUNK": 512, "CAUSAL": True}
+    sizes |= {"HEADS": 6, "HAS_SINKS": True}
+    for kernel in (fused.attend_chunk, fused.join_chunks):
+        constants = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+        types = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+        source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants)
+        assert triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]
+
+
+class Text:
+    """A sequence of `length` committed tokens with random keys and values."""
+
+    def __init__(self, pool, length, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.cache, self.pool = pool.new(), pool
+        self.cache.reserve(length)
+        self.fill(range(length), generator)
+        self.cache.length = length
+
+    def fill(self, orders, generator):
+        rows = torch.from_numpy(self.cache.rows(np.array(orders, np.int64)))
+        for tensor in (self.pool.key[0], self.pool.value[0]):
+            made = torch.randn(len(rows), *tensor.shape[1:], generator=generator)
+            tensor[rows.to(DEVICE)] = made.to(DEVICE)
+
+    def draft(self, tree, seed):
+        self.cache.reserve(self.cache.length + len(tree))
+        orders = range(self.cache.length, self.cache.length + len(tree))
+        self.fill(orders, torch.Generator().manual_seed(seed))
+        return uncommitted(Draft(self.cache, tree))
+
+
+def queries(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, HEADS, SHAPE.key_dim, generator=generator).to(DEVICE)
+
+
+KINDS = {
+    "plain": ({}, False),
+    "window": ({"window": 70}, False),
+    "softcap": ({"softcap": 2.0}, False),
+    "sinks": ({}, True),
+    "causal": ({"causal": True, "window": 600}, False),
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize(("kind", "padded"), [(kind, kind == "plain") for kind in KINDS])
+@torch.inference_mode()
+def test_the_kernel_gives_what_the_reference_does(kind, padded):
+    options, has_sinks = KINDS[kind]
+    pool = RowPool([SHAPE], torch.float32, DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    texts = [Text(pool, length, i) for i, length in enumerate((0, 64, 511, 600))]
+    parts = [text.draft(random_tree(generator, 3), i) for i, text in enumerate(texts)]
+    parts.append(uncommitted(Chain(texts[3].cache, range(2))))
+    rows = list_pass(parts, pool, padded=padded).to(DEVICE)
+    params = AttentionParams(0, 0.3, **options)
+    sinks = torch.randn(HEADS, generator=generator).to(DEVICE) if has_sinks else None
+    query = queries(len(rows.positions), 5)
+    right = paged_attention.attend(pool, rows, params, query, sinks)
+    got = fused.attend(pool, rows, params, query, sinks)
+    real = ~rows.is_padding
+    assert torch.allclose(got[real], right[real], rtol=1e-4, atol=1e-5)
+    assert bool(got.isfinite().all())
+    if kind != "plain":
+        other = fused.attend(pool, rows, AttentionParams(0, 0.3), query)
+        assert not torch.allclose(other[real], right[real], rtol=1e-3, atol=1e-3)
+
+
+@runs_kernels
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_alone_and_among_others():
+    pool = RowPool([SHAPE], torch.float32, DEVICE)
+    texts = [Text(pool, length, i) for i, length in enumerate((600, 40, 511))]
+    trees = [random_tree(torch.Generator().manual_seed(i), 3) for i in range(3)]
+    parts = [text.draft(tree, i) for i, (text, tree) in enumerate(zip(texts, trees, strict=True))]
+    params, query = AttentionParams(0, 0.3, window=550), queries(sum(map(len, trees)), 1)
+    rows = list_pass(parts, pool, padded=True).to(DEVICE)
+    padding = queries(len(rows.positions) - len(query), 2)
+    together = fused.attend(pool, rows, params, torch.cat([query, padding]))
+    first = 0
+    for part in parts:
+        own = slice(first, first + part.rows)
+        alone = fused.attend(pool, list_pass([part], pool).to(DEVICE), params, query[own])
+        assert torch.equal(alone, together[own])
+        first += part.rows

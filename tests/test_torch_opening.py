@@ -1,0 +1,131 @@
+"""Models that the torch back end reads: from the same files, by the same reader as the kernels'."""
+
+import logging
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from transformers import AutoModelForCausalLM
+
+from cases import few, raising, refuses
+from gguf_files import TINY, model_of, write
+from quickbeam.models import opening
+from quickbeam.models.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.native import library
+from quickbeam.models.native_model import NativeModel
+from quickbeam.models.opening import open_model
+from quickbeam.models.stack_tensors import names, norms
+from quickbeam.models.torch.model import TorchModel
+from streaming import saved
+from target import logits_of
+
+CPU = torch.device("cpu")
+IDS = [5, 17, 80, 3, 3, 9, 12, 7, 44, 20, 31, 8]
+
+
+def off(got, right):
+    return float((got.float() - right.float()).abs().max() / right.float().abs().max())
+
+
+@pytest.fixture
+def read_by_us(monkeypatch):
+    monkeypatch.setattr(opening, "_by_transformers", raising(AssertionError("transformers")))
+
+
+@pytest.mark.parametrize(("dtype", "far"), [("float16", 5e-3), ("float32", 2e-5)])
+@torch.inference_mode()
+def test_a_folder_without_kernels_or_in_half_precision(
+    dtype, far, toy_folder, tmp_path, native, read_by_us
+):
+    native("eager")
+    folder, kind = saved("qwen3", tmp_path, toy_folder), getattr(torch, dtype)
+    loaded = open_model(folder, kind, CPU)
+    assert isinstance(loaded.model, TorchModel) and loaded.model.dtype is kind
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert off(logits_of(loaded.model, IDS), plain(torch.tensor([IDS])).logits[0]) < far
+    refuses("need the native kernels", open_model, folder, torch.bfloat16, CPU, weights="int8")
+
+
+@torch.inference_mode()
+def test_half_precision_needs_no_environment(toy_folder, tmp_path, read_by_us):
+    folder = saved("llama", tmp_path, toy_folder)
+    assert isinstance(open_model(folder, torch.float16, CPU).model, TorchModel)
+
+
+@pytest.mark.parametrize("architecture", few(TINY, ["llama", "qwen35moe", "gpt-oss", "gemma4"]))
+@torch.inference_mode()
+def test_a_gguf_file_needs_no_kernels(architecture, tmp_path, native, read_by_us):
+    native("eager")
+    model = model_of(architecture)
+    file = write(tmp_path / "tiny.gguf", architecture, model)
+    loaded = open_model(str(file), torch.float32, CPU)
+    assert isinstance(loaded.model, TorchModel) and loaded.ends == {0, 2}
+    assert off(logits_of(loaded.model, IDS), model(torch.tensor([IDS])).logits[0]) < 2e-4
+
+
+BLOCKS = {
+    "llama": {"attn": "Q5_0", "ffn_gate": "Q4_0", "ffn_up": "Q4_1", "ffn_down": "Q8_0"},
+    "gpt2": {"attn": "Q8_0", "ffn": "Q5_1", "token_embd": "Q8_0"},
+    "gpt-oss": {"exps": "MXFP4", "attn_q": "Q8_0"},
+    "qwen2moe": {"inp": None, "exps": "Q8_0", "shexp": "Q5_0"},
+    "stablelm parallel": {"norm": None, "attn": "Q8_0", "ffn": "Q5_0"},
+}
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="needs the native kernels")
+@pytest.mark.parametrize("architecture", BLOCKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_are_the_same_numbers_without_kernels(architecture, dtype, tmp_path):
+    """Those that the kernels' blocks have in float32, rounded once."""
+    kinds = {
+        part: kind and GGMLQuantizationType[kind] for part, kind in BLOCKS[architecture].items()
+    }
+    file = write(tmp_path / "x.gguf", architecture, model_of(architecture), kinds)
+    exact = GgufCheckpoint(file, torch.float32, library.kernels())
+    widened = GgufCheckpoint(file, dtype, None)
+    for name in names(exact.stack):
+        got, wanted = widened(name), exact(name)
+        assert got.shape == wanted.shape and list(got.shape) == widened.shape(name)
+        assert torch.equal(got, wanted.to(got.dtype)), name
+        assert got.dtype is (dtype if got.dim() > 1 else torch.float32)
+    for name in (name for norm in norms(exact.stack) for name in norm.weights):
+        assert widened(name).dtype is torch.float32, "norms are not rounded"
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="needs the native kernels")
+def test_blocks_that_kernels_do_not_read_together_are_widened(tmp_path, caplog):
+    q8, q5 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_0
+    for part in ("gate_exps", "gate_shexp"):
+        kinds = {"inp": None, part: q5, "exps": q8, "shexp": q8}
+        file = write(tmp_path / f"{part}.gguf", "qwen2moe", model_of("qwen2moe"), kinds)
+        with caplog.at_level(logging.INFO):
+            mixed = open_model(str(file), None, CPU).model
+        assert "is widened: " in caplog.text and "q5_0 and q8_0" in caplog.text.lower()
+        caplog.clear()
+        exact = GgufCheckpoint(file, torch.float32, library.kernels())
+        right = logits_of(TorchModel(exact, exact.stack, CPU), IDS)
+        assert isinstance(mixed, NativeModel) and off(logits_of(mixed, IDS), right) < 0.05
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_gguf_file_of_another_architecture_is_refused(kernels, tmp_path, native):
+    if not kernels:
+        native("eager")
+    file = write(tmp_path / "x.gguf", "qwen2", model_of("qwen2"))
+    data = file.read_bytes().replace(b"qwen2", b"qwen9")
+    file.write_bytes(data)
+    said = "architecture 'qwen9'.* not known here; known are .*qwen2, .*take the model's folder"
+    refuses(said, open_model, str(file), None, CPU)
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="needs the native kernels")
+@torch.inference_mode()
+def test_weights_in_few_bits_are_widened(tmp_path, read_by_us):
+    model, q8 = model_of("llama"), GGMLQuantizationType.Q8_0
+    blocks = {"attn": q8, "ffn": q8, "token_embd": q8}
+    file = write(tmp_path / "tiny.gguf", "llama", model, blocks)
+    kernels = library.kernels()
+    exact = GgufCheckpoint(file, torch.float32, kernels)
+    right = logits_of(TorchModel(exact, exact.stack, CPU), IDS)
+    in_blocks = GgufCheckpoint(file, torch.bfloat16, kernels)
+    assert off(logits_of(TorchModel(in_blocks, in_blocks.stack, CPU), IDS), right) < 0.05

@@ -1,0 +1,274 @@
+"""Passes of the torch back end: of one size, one computation, which a graph may hold."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from models import random_tree, tiny
+from quickbeam.engine import measuring
+from quickbeam.models.base import Batch, Chain, Draft
+from quickbeam.models.compiled import kv_shapes
+from quickbeam.models.families import describe
+from quickbeam.models.stack_tensors import ModelParameters
+from quickbeam.models.torch import pages as of_pages
+from quickbeam.models.torch.feed_forward import has_grouped_product
+from quickbeam.models.torch.graphs import Graphs
+from quickbeam.models.torch.model import PassResults, TorchModel
+from quickbeam.models.torch.pages import RowPool
+from quickbeam.models.torch.rows import PassRows, list_pass, uncommitted
+from test_families import CONFIGS
+
+CPU = torch.device("cpu")
+KINDS = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen2_moe", "gemma4-experts", "phimoe")
+
+
+def made(name, dtype=torch.float32):
+    model = tiny("", dtype, config=CONFIGS[name])
+    return TorchModel(ModelParameters(model), describe(model), CPU)
+
+
+def batch(model, seed):
+    """Two trees and a text behind committed tokens, of other lengths for each seed."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for i in range(2):
+        cache = model.pool.new()
+        text = torch.randint(90, (20 + 13 * seed + 40 * i,), generator=generator).tolist()
+        model.forward(Batch([Chain(cache, text)]))
+        cache.commit(range(len(text)))
+        parts.append(Draft(cache, random_tree(generator, 4 + seed)))
+    return Batch([*parts, Chain(model.pool.new(), [5, 6, 7][: 1 + seed])])
+
+
+def listed(model, batch):
+    parts = [*map(uncommitted, batch.parts)]
+    return list_pass(parts, model.pool, batch.tokens, batch.wanted, padded=True)
+
+
+def run(model, sizes, numbers):
+    return model._run(PassRows.of(numbers, sizes, model.pool.page))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.inference_mode()
+def test_padding_changes_no_result(name):
+    model = made(name)
+    one = batch(model, 1)
+    results = run(model, (given := listed(model, one)).sizes, torch.from_numpy(given.numbers))
+    right = torch.cat([passed.logits for passed in model.forward(one)])
+    got = results.logits[: len(right)]
+    assert bool(results.logits.isfinite().all())
+    assert (got - right).abs().max() <= 2e-5 * right.abs().max()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.inference_mode()
+def test_a_pass_reads_no_number_from_the_device(name):
+    """As none may that is captured. A fake tensor has no numbers: asking for one is an error."""
+    model = made(name, torch.bfloat16)
+    given = listed(model, batch(model, 1))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        results = run(model, given.sizes, mode.from_tensor(torch.from_numpy(given.numbers)))
+    assert results.logits.shape == (given.sizes.wanted, model.vocab_size)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.inference_mode()
+def test_a_pass_that_is_recorded_once_runs_others_of_its_size(name):
+    """Of other trees, lengths and pages: a number of the host that stayed in it would be seen."""
+    model = made(name)
+    first, given = (listed(model, batch(model, seed)) for seed in (1, 2))
+    assert given.sizes == first.sizes and not (given.numbers == first.numbers).all()
+    recorded = make_fx(lambda numbers: run(model, first.sizes, numbers))
+    graph = recorded(torch.from_numpy(first.numbers))
+    got = graph(torch.from_numpy(given.numbers))[0]
+    right = run(model, given.sizes, torch.from_numpy(given.numbers)).logits
+    assert torch.equal(got, right)
+
+
+@torch.inference_mode()
+def test_a_number_of_the_host_in_a_recorded_pass_is_seen():
+    model = made("llama")
+    given = listed(model, batch(model, 1))
+
+    def wrong(numbers):
+        rows = PassRows.of(numbers, given.sizes, model.pool.page)
+        x, _ = model._network(rows, model.pool)
+        return x[: int(rows.seen[0])]
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        numbers = mode.from_tensor(torch.from_numpy(given.numbers))
+        with pytest.raises(DataDependentOutputException):
+            wrong(numbers)
+
+
+class Operations(TorchDispatchMode):
+    """Notes all operations on tensors, with what they were given and what they gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        self.noted.append((operation, args, kwargs or {}, result))
+        return result
+
+
+def tensors_of(*some):
+    return [one for one in tree_leaves(some) if isinstance(one, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.inference_mode()
+def test_a_pass_takes_nothing_from_the_host(name):
+    """A graph can't hold such copies. Tensors without numbers stand for those on a GPU."""
+    model = made(name, torch.bfloat16)
+    given, device = listed(model, batch(model, 1)), torch.device("meta")
+    model._network.to(device)
+    model._pool = RowPool(kv_shapes(model._network.stack), model.dtype, device)
+    numbers = torch.empty(given.sizes.numbers, dtype=torch.int64, device=device)
+    run(model, given.sizes, numbers)  # angles are moved once, before anything is captured
+    with Operations() as operations:
+        results = run(model, given.sizes, numbers)
+    places = {one.device.type for one in tensors_of([noted[1:] for noted in operations.noted])}
+    assert places == {"meta"} and results.hidden.device == device
+
+
+class PlayedGraph:
+    """A CUDA graph on the CPU: operations that run again, on the same tensors."""
+
+    def replay(self):
+        for operation, args, kwargs, results in self.noted:
+            again = operation(*args, **kwargs)
+            for old, new in zip(tensors_of(results), tensors_of(again), strict=True):
+                old.copy_(new)
+
+
+@contextmanager
+def played(graph, pool, stream, capture_error_mode):
+    with Operations() as operations:
+        yield
+    graph.noted = operations.noted
+
+
+@pytest.fixture
+def graphs_on_the_cpu(monkeypatch):
+    """PyTorch's CUDA graphs by ours. Returns the pools of memory that were asked for."""
+    made("llama")  # imports what needs PyTorch's own
+    pools = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+
+    def new_pool():
+        pools.append(len(pools))
+        return pools[-1]
+
+    stand_ins = {
+        "CUDAGraph": PlayedGraph,
+        "Stream": lambda device: stream,
+        "current_stream": lambda device: stream,
+        "device": lambda device: nullcontext(),
+        "graph": played,
+        "graph_pool_handle": new_pool,
+        "stream": lambda own: nullcontext(),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    return pools
+
+
+@torch.inference_mode()
+def test_graphs_give_what_passes_without_them_do(graphs_on_the_cpu):
+    """Those of several sizes, in turn, also when results are still held, and the pool has grown."""
+    model, right, got = made("llama"), [], []
+    graphs = Graphs(model._run, CPU)
+    batches = [batch(model, seed) for seed in (1, 2, 3)]
+    batches += [Batch([Chain(model.pool.new(), [5, 6])]), *batches]
+    for one in batches:
+        given = listed(model, one)
+        right.append(run(model, given.sizes, torch.from_numpy(given.numbers)))
+        got.append(PassResults(*graphs.run(given, model.pool.generation)))
+    assert len(graphs._captured) > 1
+    for ours, theirs in zip(got, right, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+@torch.inference_mode()
+def test_graphs_begin_a_new_pool_once_all_of_one_are_gone(graphs_on_the_cpu):
+    """PyTorch takes no graph into a pool of memory whose graphs are all gone."""
+    model = made("llama")
+    graphs, given = Graphs(model._run, CPU), listed(model, batch(model, 1))
+    graphs.run(given, 1)
+    graphs.run(listed(model, Batch([Chain(model.pool.new(), [5, 6])])), 1)
+    assert graphs_on_the_cpu == [0]
+    graphs.run(given, 2)
+    assert graphs_on_the_cpu == [0, 1]
+
+
+@torch.inference_mode()
+def test_graphs_of_all_sizes_write_to_the_same_memory(graphs_on_the_cpu):
+    model = made("llama")
+    graphs = Graphs(model._run, CPU)
+    for one in (batch(model, 2), Batch([Chain(model.pool.new(), [5, 6])])):
+        graphs.run(listed(model, one), 1)
+    first, second = graphs._captured.values()
+    assert first.results[0].data_ptr() == second.results[0].data_ptr()
+
+
+@torch.inference_mode()
+def test_a_page_is_copied_however_the_pool_has_grown():
+    pool = made("llama").pool
+    for _ in range(6):
+        cache = pool.new()
+        cache.reserve(10)
+        pool.key[1].normal_()
+        cache.length = 10
+        other = cache.fork()
+        other.reserve(20)
+        own, copied = (pool.key[1][one.rows(np.arange(10))] for one in (cache, other))
+        assert torch.equal(own, copied)
+
+
+def test_a_pool_on_cuda_begins_large_but_not_beyond_its_limit(monkeypatch):
+    pool = made("llama").pool
+    monkeypatch.setattr(of_pages, "FIRST_BYTES", 20 * pool.page_bytes)
+    pool.device = torch.device("cuda")
+    pool.limit = 100
+    pool.make()
+    assert pool.rows == 20 * pool.page and pool.generation == 1
+    other = made("llama").pool
+    other.device, other.limit = torch.device("cuda"), 5
+    other.make()
+    assert other.rows == 6 * other.page
+
+
+@pytest.mark.parametrize(("capability", "has"), [((9, 0), True), ((8, 0), False), ((12, 0), False)])
+def test_a_grouped_product_is_taken_where_it_reads_nothing_back(capability, has, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for dtype in (torch.bfloat16, torch.float16):
+        rows = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
+        assert has_grouped_product(rows) == (has and dtype is torch.bfloat16)
+
+
+def test_the_first_pass_of_each_size_is_not_measured_on_a_gpu(monkeypatch):
+    seen, clock = set(), [0.0]
+
+    def seconds(model, *plan):
+        taken = 0.001 if plan in seen else 1.0
+        seen.add(plan)
+        clock[0] += taken
+        return taken
+
+    monkeypatch.setattr(measuring, "_time", seconds)
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    model = SimpleNamespace(streamed=None, device=torch.device("cuda"), context_length=4096)
+    cost = measuring.measure(model, 64)
+    assert set(cost.seconds.values()) == {0.001}
