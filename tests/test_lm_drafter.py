@@ -173,7 +173,7 @@ def test_a_tiny_temperature_leaves_one_token_and_bad_weights_propose_nothing(cap
 
 def test_a_request_beyond_the_drafters_context_is_refused(target):
     drafter = LMDrafter(make_model(tiny("gpt2")), VOCAB)
-    words = r"500 tokens and max_tokens=13 exceed the drafter's context of 512.*at most 12 tokens"
+    words = r"500 tokens and max_tokens=13 exceed the drafter's context of 512.*at most 12 fit"
     with pytest.raises(InvalidInput, match=words):
         answer(target, make_method("chain", drafter), SamplingParams(max_tokens=13), [1] * 500)
 

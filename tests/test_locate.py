@@ -31,7 +31,7 @@ def test_names_that_may_be_loaded_pass_and_others_are_named(tmp_path, monkeypatc
         ("a/b/c", "no such"),
         ("nope.gguf", "no such"),
         ("a model", "no such"),
-        ("", "no such|not a model folder"),
+        ("", "the name of a model is empty"),
         ("empty", "empty is not a model folder: it has no config.json"),
         ("weights.bin", "weights.bin is a file, and of files only .gguf"),
         ("model.safetensors", "is a file"),
