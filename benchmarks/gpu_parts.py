@@ -36,6 +36,7 @@ from quickbeam.models.formats import pick_device
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.opening import LoadedModel
 from quickbeam.models.torch import paged_attention
+from quickbeam.models.torch.attention import attention_on
 from quickbeam.models.torch.model import PassResults, TorchModel
 from quickbeam.models.torch.paged_attention import AttentionParams
 from quickbeam.models.torch.pages import RowPool
@@ -248,7 +249,7 @@ def check_attention(
     rows = list_pass(parts, pool, padded=True).to(device)
     query = torch.randn(len(rows.positions), heads, head_dim, device=device).bfloat16()
     params = AttentionParams(0, head_dim**-0.5)
-    got = paged_attention.attention_on(device)(pool, rows, params, query)
+    got = attention_on(device)(pool, rows, params, query)
     right = paged_attention.attend(pool, rows, params, query)
     real = ~rows.is_padding
     error = (got - right)[real].norm() / right[real].norm()
