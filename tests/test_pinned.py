@@ -12,6 +12,7 @@ from quickbeam.models.families import describe
 from quickbeam.models.opening import make_model
 from quickbeam.models.stack_tensors import ModelParameters
 from quickbeam.models.torch import pinned as of_pinned
+from quickbeam.models.torch.model import TorchModel
 from quickbeam.models.torch.network import Network
 from quickbeam.models.torch.pinned import BUFFERS, Copies, PinnedLayers, layer_bytes, pin_layers
 from quickbeam.params import SamplingParams
@@ -66,7 +67,8 @@ def limits_of(model):
 
 def pinned(layout, held, copies=None, device=CPU, dtype=torch.float32):
     limit = limits(layout, dtype)[held]
-    model = make_model(deep(layout, dtype), memory=limit, copies=copies, device=device)
+    made = deep(layout, dtype)
+    model = TorchModel(ModelParameters(made), describe(made), device, memory=limit, copies=copies)
     assert isinstance(model.streamed, PinnedLayers)
     return Target(model)
 

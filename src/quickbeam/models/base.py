@@ -1,8 +1,9 @@
 """The contract of a model that runs passes: batches in, logits out.
 
 A `Model` holds the weights and no sequence. Each part of a batch brings its sequence's cache. There
-are two back ends: `native_model.py` over the native kernels, and `torch.py` over transformers' own
-modelling code. `opening.make_model` picks one.
+are two back ends that run a described architecture (`stack.py`): `native_model.py` over the native
+kernels, and `torch/model.py` in PyTorch. `transformers_model.py` runs what no family describes, by
+transformers' modelling code. `opening.py` picks one.
 """
 
 from __future__ import annotations

@@ -38,8 +38,6 @@ from quickbeam.params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from quickbeam.models.torch.pinned import Copies
-
 
 logger = logging.getLogger(__name__)
 
@@ -83,14 +81,10 @@ def make_model(
     chunk: int = CHUNK,
     weights: str = BFLOAT16,
     kept: WeightFile | None = None,
-    device: torch.device | None = None,
-    memory: int | None = None,
-    copies: Copies | None = None,
 ) -> Model:
     """Take `model` over: for the native kernels if they can run it and `native` is set, else for
     PyTorch, and where no family describes it for transformers' modelling code.
 
-    `memory`, `copies`: as of `TorchModel`, for a model that is in host memory and runs on `device`.
     The other arguments are those of `NativeModel` and `TorchModel`. Raises `InvalidInput` for
     models that none can run, and for `weights` that need the kernels where they can't be used.
     """
@@ -98,47 +92,25 @@ def make_model(
 
     refuse_place(check_weights(weights), model.device, model.dtype)
     hold_angles(model)
-    if not native:
-        reason = "the torch back end is asked for"
-    elif memory is not None:
-        reason = "layers are copied from host memory"
-    else:
-        reason = why_not_native(model)
+    reason = why_not_native(model) if native else "the torch back end is asked for"
     if not reason:
         parameters = ModelParameters(model)
         return NativeModel(parameters, describe(model), chunk=chunk, weights=weights, kept=kept)
     if weights != BFLOAT16:
         raise InvalidInput(f"weights={weights!r} need the native kernels: {reason}; leave them out")
-    back_end = _by_pytorch(model, device or model.device, memory, copies, chunk, reason)
+    back_end = _by_pytorch(model, chunk, reason)
     logger.info(INEXACT, reason)
     return back_end
 
 
-def _by_pytorch(
-    model: PreTrainedModel,
-    device: torch.device,
-    memory: int | None,
-    copies: Copies | None,
-    chunk: int,
-    reason: str,
-) -> Model:
+def _by_pytorch(model: PreTrainedModel, chunk: int, reason: str) -> Model:
     try:
         stack = describe(model)
-    except NotDescribed as error:
-        if memory is not None:
-            raise InvalidInput(f"memory is for models of known families: {error}") from error
+    except NotDescribed:
         from quickbeam.models.transformers_model import TransformersModel
 
         return TransformersModel(model, chunk=chunk, reason=reason)
-    return TorchModel(
-        ModelParameters(model),
-        stack,
-        device,
-        memory=memory,
-        copies=copies,
-        chunk=chunk,
-        reason=reason,
-    )
+    return TorchModel(ModelParameters(model), stack, model.device, chunk=chunk, reason=reason)
 
 
 def open_model(
