@@ -41,21 +41,45 @@ def test_all_of_this_holds_in_tritons_interpreter():
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernels_compile_for_a_gpu_without_one():
     """Triton's interpreter takes more than its compiler does: types that change, for one."""
+    for kernel in (fused.attend_chunk, fused.join_chunks):
+        assert compiled(kernel, 80, "*bf16", 64, 64).asm["cubin"]
+
+
+def compiled(kernel, capability, dtype, head_dim, block):
+    """A kernel for a GPU of this compute capability, for pages in this format."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     numbers = ("pages", "path", "sequence", "committed", "seen", "positions")
-    kinds = dict.fromkeys(("query", "key", "value"), "*bf16") | dict.fromkeys(numbers, "*i64")
+    kinds = dict.fromkeys(("query", "key", "value"), dtype) | dict.fromkeys(numbers, "*i64")
     kinds |= dict.fromkeys(("sums", "maxima", "weights", "sinks", "out"), "*fp32")
     kinds |= dict.fromkeys(("scaling", "softcap"), "fp32")
-    sizes = {"PAGE": 64, "KV_HEADS": 2, "GROUP": 3, "KEY_DIM": 64, "VALUE_DIM": 64, "G": 16}
-    sizes |= {"K": 64, "V": 64, "BLOCK": 64, "CHUNK": 512, "CAUSAL": True}
+    sizes = {"PAGE": 64, "KV_HEADS": 2, "GROUP": 3, "KEY_DIM": head_dim, "VALUE_DIM": head_dim}
+    sizes |= {"G": 16, "K": fused.padded(head_dim), "V": fused.padded(head_dim)}
+    sizes |= {"BLOCK": block, "CHUNK": 512, "CAUSAL": True}
     sizes |= {"HEADS": 6, "HAS_SINKS": True}
-    for kernel in (fused.attend_chunk, fused.join_chunks):
-        constants = {name: size for name, size in sizes.items() if name in kernel.arg_names}
-        types = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-        source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants)
-        assert triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]
+    constants = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+    types = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(("capability", "limit"), [(80, 163), (86, 99)])
+def test_wide_heads_in_float32_fit_in_shared_memory(capability, limit):
+    block = fused.keys_in_block(256, 256, 4)
+    assert (
+        compiled(fused.attend_chunk, capability, "*fp32", 192, block).metadata.shared <= limit << 10
+    )
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "head_dim", "block"),
+    [(2, 64, 64), (2, 256, 64), (2, 512, 32), (4, 128, 64), (4, 256, 32), (4, 512, 16)],
+)
+def test_wide_heads_are_multiplied_with_fewer_keys_at_a_time(itemsize, head_dim, block):
+    assert fused.keys_in_block(head_dim, head_dim, itemsize) == block
 
 
 class Text:

@@ -19,7 +19,8 @@ from quickbeam.models.torch.paged_attention import AttentionParams
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import PassRows
 
-BLOCK = 64  # keys that are multiplied at a time
+BLOCK = 64  # keys that are multiplied at a time, at most
+BLOCK_BYTES = 2**16  # of keys and values that are multiplied at a time, at most
 CHUNK = 512  # keys that a program reads
 LEAST = 16  # rows and columns of a product, at least
 # compiled once a model, not anew for some sizes of a pass: neither for numbers that are 1 or divide
@@ -181,6 +182,24 @@ def join_chunks(
     tl.store(out + (row * HEADS + head) * VALUE_DIM + column, total, mask=column < VALUE_DIM)
 
 
+def keys_in_block(key_dim: int, value_dim: int, itemsize: int) -> int:
+    """Return how many keys are multiplied at a time, of so many padded dimensions.
+
+    These keys and values, queries and scores must fit in a multiprocessor's shared memory: 99 KiB
+    on GPUs of compute capability 8.6, 163 KiB on those of 8.0. The number depends on the model
+    alone, as a row's sums do.
+    """
+    block = BLOCK
+    while block > LEAST and block * (key_dim + value_dim) * itemsize > BLOCK_BYTES:
+        block //= 2
+    return block
+
+
+def padded(size: int) -> int:
+    """Return how many rows or columns of a product stand for so many."""
+    return max(LEAST, int(triton.next_power_of_2(size)))
+
+
 def attend(
     pool: RowPool,
     rows: PassRows,
@@ -198,8 +217,8 @@ def attend(
     maxima, weights = torch.empty(2, n, heads, chunks, device=query.device).unbind()
     out = torch.empty(n, heads, value_dim, device=query.device)
 
-    def padded(size: int) -> int:
-        return max(LEAST, int(triton.next_power_of_2(size)))
+    key_columns, value_columns = padded(key_dim), padded(value_dim)
+    block = keys_in_block(key_columns, value_columns, key.itemsize)
 
     # Triton starts kernels on the current device
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
@@ -228,9 +247,9 @@ def attend(
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             G=padded(heads // kv_heads),
-            K=padded(key_dim),
-            V=padded(value_dim),
-            BLOCK=BLOCK,
+            K=key_columns,
+            V=value_columns,
+            BLOCK=block,
             CHUNK=CHUNK,
             CAUSAL=params.causal,
         )
@@ -244,7 +263,7 @@ def attend(
             chunks,
             HEADS=heads,
             VALUE_DIM=value_dim,
-            V=padded(value_dim),
+            V=value_columns,
             CHUNK=CHUNK,
             HAS_SINKS=sinks is not None,
         )
