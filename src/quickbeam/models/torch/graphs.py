@@ -11,7 +11,8 @@ import torch
 
 from quickbeam.models.torch.rows import ListedRows, PassRows, PassSizes
 
-MOST_GRAPHS = 64  # that are kept, those used last
+# that are kept, those used last: all sizes up to 65,536 tokens (`padded_sizes`)
+MOST_GRAPHS = 120
 WARM_UPS = 2  # runs before a graph is captured, in which libraries set themselves up
 
 _capturing = threading.Lock()  # PyTorch takes one capture at a time in a process
