@@ -386,7 +386,7 @@ def measure_pass(
     if graphs is not None:
         listed = listed_of(model, batch)
         graphs.run(listed, model._pool.generation)
-        replay = graphs._captured[listed.sizes].graph.replay
+        replay = graphs._captured[listed.sizes, ()].graph.replay
         whole = milliseconds(lambda: model.forward(batch), repeats, device)
         alone = milliseconds(lambda: [replay() for _ in range(10)], 3, device) / 10
         times |= {"graph": f"{whole:.3f}", "its GPU time": f"{alone:.3f}"}

@@ -206,17 +206,18 @@ def next_power(number: int, least: int = 1, base: int = 2) -> int:
     return size
 
 
-def padded_sizes(needed: PassSizes) -> PassSizes:
+def padded_sizes(needed: PassSizes, block: int = 1) -> PassSizes:
     """Return the sizes of the padded pass that a pass of the sizes `needed` runs in.
 
-    There are few, since each is a graph of its own: 11 numbers of rows up to 2,048, and 4 more
-    where 128 rows or more are of many sequences or have many logits. Each comes with 3 numbers of
-    pages for contexts up to 16,384 tokens, 4 up to 65,536, and draws tokens or doesn't. Together
-    these are at most 120 sizes.
+    Rows come in blocks of `block` rows. There are few sizes, since each is a graph of its own: 11
+    numbers of rows up to 2,048, and 4 more where 128 rows or more are of many sequences or have
+    many logits. Each comes with 3 numbers of pages for contexts up to 16,384 tokens, 4 up to
+    65,536, and draws tokens or doesn't. Together these are at most 120 sizes.
     """
-    rows = next_power(needed.rows)
+    blocks = -(-needed.rows // block)
+    rows = block * next_power(blocks)
     if rows > MAX_ROWS:
-        rows = next_power(needed.rows, MAX_ROWS, 4)
+        rows = block * next_power(blocks, MAX_ROWS // block, 4)
     narrow = min(rows, NARROW)
     if max(needed.wanted, needed.sequences) > narrow:
         narrow = rows
@@ -251,11 +252,13 @@ def list_pass(
     wanted: Sequence[int] = (),
     padded: bool = False,
     draws: np.ndarray | None = None,
+    block: int = 1,
 ) -> ListedRows:
     """List the rows of a pass over these parts, for which room is made. Raises `NoRoom`.
 
     `tokens`: of all rows. `wanted`: the numbers of rows after which logits are wanted. `padded`:
-    the sizes are those of `padded_sizes`. `draws`: as of `list_draws`.
+    the sizes are those of `padded_sizes`, for rows in blocks of `block`. `draws`: as of
+    `list_draws`.
     """
     totals = [part.cache.length + len(part.depths) for part in parts]
     for part, total in zip(parts, totals, strict=True):
@@ -271,7 +274,7 @@ def list_pass(
         draws=draws is not None,
     )
     if padded:
-        sizes = padded_sizes(sizes)
+        sizes = padded_sizes(sizes, block)
     numbers = np.zeros(sizes.numbers, np.int64)
     ends = np.cumsum([math.prod(shape) for shape in sizes.shapes])
     pieces = zip(np.split(numbers, ends[:-1]), sizes.shapes, strict=True)
