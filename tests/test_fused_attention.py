@@ -1,5 +1,5 @@
-"""The Triton kernel of paged attention against the reference: on CUDA where there is one, in
-Triton's interpreter (a process of its own) otherwise."""
+"""The Triton kernels of paged attention and of noise against the reference: on CUDA where there is
+one, in Triton's interpreter (a process of its own) otherwise."""
 
 import os
 import sys
@@ -12,6 +12,7 @@ from models import random_tree
 from quickbeam.models.base import Chain, Draft
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.torch import paged_attention
+from quickbeam.models.torch.noise import DrawnRows, philox
 from quickbeam.models.torch.paged_attention import AttentionParams
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import list_pass, uncommitted
@@ -19,12 +20,15 @@ from scripts import captured
 
 triton = pytest.importorskip("triton")
 fused = pytest.importorskip("quickbeam.models.torch.fused_attention")
+fused_noise = pytest.importorskip("quickbeam.models.torch.fused_noise")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETED
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 runs_kernels = pytest.mark.skipif(
     not (INTERPRETED or CUDA), reason="needs CUDA; see the test with the interpreter"
 )
+NOISE = dict.fromkeys(("first", "key0", "key1", "choice", "position", "words"), "*i64")
+NOISE |= dict.fromkeys(("rows", "count", "purpose"), "i32") | {"BLOCK": "constexpr"}
 SHAPE = KVShape(2, 24, 20)
 HEADS = 6
 
@@ -41,8 +45,14 @@ def test_all_of_this_holds_in_tritons_interpreter():
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernels_compile_for_a_gpu_without_one():
     """Triton's interpreter takes more than its compiler does: types that change, for one."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     for kernel in (fused.attend_chunk, fused.join_chunks):
         assert compiled(kernel, 80, "*bf16", 64, 64).asm["cubin"]
+
+    source = ASTSource(fused_noise.philox_words, NOISE, {"BLOCK": fused_noise.BLOCK})
+    assert triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]
 
 
 def compiled(kernel, capability, dtype, head_dim, block):
@@ -160,3 +170,17 @@ def test_a_row_has_the_same_bits_alone_and_among_others():
         alone = fused.attend(pool, list_pass([part], pool).to(DEVICE), params, query[own])
         assert torch.equal(alone, together[own])
         first += part.rows
+
+
+@runs_kernels
+@pytest.mark.parametrize("purpose", [0, 1])
+def test_the_kernels_words_are_the_references(purpose):
+    generator = torch.Generator().manual_seed(purpose)
+    draws = torch.randint(-(2**63), 2**63 - 1, (5, 3), generator=generator)
+    draws[:, 1] = torch.arange(5)
+    rows = DrawnRows.of(draws.to(DEVICE), torch.tensor([0, 3, 2**20, 2**31, 9], device=DEVICE))
+    first = torch.randint(2**18, (5, 300), generator=generator).to(DEVICE)
+    right = philox(rows, first, purpose)
+    got = fused_noise.philox(rows, first, purpose)
+    assert all(map(torch.equal, got, right))
+    assert not torch.equal(got[0], philox(rows, first, 1 - purpose)[0])

@@ -8,6 +8,8 @@ that `Noise.largest` gives for the row's logits.
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -57,6 +59,18 @@ def philox(rows: DrawnRows, first: torch.Tensor, purpose: int) -> tuple[torch.Te
     return a, b, c, d
 
 
+def philox_on(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return the function that does what `philox` does on a device.
+
+    On CUDA that is a Triton kernel, where Triton is installed.
+    """
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return philox
+    from quickbeam.models.torch import fused_noise
+
+    return fused_noise.philox
+
+
 def exponential(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Return numbers with an exponential distribution from two words each, as `Noise` does."""
     whole = (high << 20) | (low >> 12)
@@ -71,8 +85,9 @@ def draw(logits: torch.Tensor, rows: DrawnRows) -> torch.Tensor:
     # at least one chunk more, which stands for the others where there are none
     added = CHUNK + -logits.shape[1] % CHUNK
     padded = torch.unflatten(F.pad(logits, (0, added), value=-torch.inf), 1, (-1, CHUNK))
+    random_words = philox_on(logits.device)
     chunk = torch.arange(padded.shape[1], device=logits.device)
-    words = philox(rows, chunk.expand(len(logits), -1), PEAK)
+    words = random_words(rows, chunk.expand(len(logits), -1), PEAK)
     least = exponential(words[0], words[1]) / CHUNK
     owner = (words[2] >> 26) + chunk * CHUNK
 
@@ -82,7 +97,7 @@ def draw(logits: torch.Tensor, rows: DrawnRows) -> torch.Tensor:
     likely, beyond = top.indices[:, :-1], top.values[:, -1]
 
     tokens = (likely[..., None] * CHUNK + torch.arange(CHUNK, device=logits.device)).flatten(1)
-    words = philox(rows, tokens, TOKEN)
+    words = random_words(rows, tokens, TOKEN)
     least = least.gather(1, tokens // CHUNK)
     more = exponential(words[0], words[1])
     is_owner = owner.gather(1, tokens // CHUNK) == tokens
