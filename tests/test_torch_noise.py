@@ -15,6 +15,8 @@ from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.prompt_lookup import PromptLookup
 from quickbeam.models.base import Draws
+from quickbeam.models.native.library import cached_kernels
+from quickbeam.models.native.noise import NativeNoise
 from quickbeam.models.torch import noise as of_torch
 from quickbeam.models.torch.graphs import Graphs
 from quickbeam.models.torch.noise import DrawnRows, draw, philox
@@ -140,6 +142,11 @@ def answered(model, policy, budget=8, **sampling):
     params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
     engine = Engine(model, share=False)
     return answer(model, policy, params, PROMPT, budget=budget, engine=engine).output.token_ids
+
+
+def test_the_host_draws_by_the_kernels_where_there_are_any():
+    noise = Engine(made("llama"))._noise(1, 0, 97)
+    assert isinstance(noise, NativeNoise) == (cached_kernels() is not None)
 
 
 @pytest.mark.usefixtures("graphs_on_the_cpu")
