@@ -155,7 +155,7 @@ def test_the_kernel_gives_what_the_reference_does(kind, padded):
 
 @runs_kernels
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_alone_and_among_others():
+def test_a_row_has_the_same_bits_alone_and_among_others(monkeypatch):
     pool = RowPool([SHAPE], torch.float32, DEVICE)
     texts = [Text(pool, length, i) for i, length in enumerate((600, 40, 511))]
     trees = [random_tree(torch.Generator().manual_seed(i), 3) for i in range(3)]
@@ -164,6 +164,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others():
     rows = list_pass(parts, pool, padded=True).to(DEVICE)
     padding = queries(len(rows.positions) - len(query), 2)
     together = fused.attend(pool, rows, params, torch.cat([query, padding]))
+    # some rows at a time
+    monkeypatch.setattr(fused, "SUMS_BYTES", 3 * 4 * HEADS * 2 * SHAPE.value_dim)
+    assert torch.equal(fused.attend(pool, rows, params, torch.cat([query, padding])), together)
     first = 0
     for part in parts:
         own = slice(first, first + part.rows)
