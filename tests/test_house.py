@@ -17,7 +17,7 @@ ROOMS = (
     ("drafters",),
     ("methods",),
     ("engine",),
-    ("llm", "answering", "drafting"),
+    ("llm",),
     ("aio", "hf"),
     ("serve", "batch", "train", "bench"),
     ("cli", "__main__"),

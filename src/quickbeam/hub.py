@@ -27,10 +27,11 @@ from quickbeam.cache import (
     is_complete,
     sweep,
 )
+from quickbeam.config import DEFAULT_MODEL
 from quickbeam.errors import InvalidInput, QuickbeamError, did_you_mean, first_line
 from quickbeam.mtp import MTP, has_mtp
 
-DEFAULT = "smollm2-135m"
+DEFAULT = DEFAULT_MODEL
 # a folder for each, by the name of the model it drafts for
 DRAFTERS = Path(__file__).parent / "drafters"
 HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")

@@ -10,10 +10,10 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
+from quickbeam.config import Budget, check_vocab, plain_vocab
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT, resolve, shipped_drafter
 from quickbeam.methods import METHODS, check_method, stand_in
-from quickbeam.options import Budget, check_vocab, plain_vocab
 from quickbeam.params import COUPLED, SamplingParams
 
 if TYPE_CHECKING:  # `quickbeam --help` imports this file, and torch takes seconds to import

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
+from quickbeam.config import parse_bytes
 from quickbeam.errors import InvalidInput
-from quickbeam.options import parse_bytes
 
 COUNTS = ("max_waiting", "max_waiting_tokens", "max_prompt_tokens")
 SECONDS = ("read_timeout", "queue_timeout", "keep_alive", "heartbeat_limit", "drain_timeout")
