@@ -23,6 +23,7 @@ from quickbeam.errors import InvalidInput, first_line, refuse_incomplete, some_o
 from quickbeam.models.angles import hold
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed, check_count
+from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, Weight
 from quickbeam.models.prequantised import (
     UNREAD,
@@ -172,7 +173,8 @@ def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTE
     """Return a model's folder: `model` itself, or what `wanted` files of a Hugging Face id are
     downloaded to.
 
-    Raises `InvalidInput` where there is no such model.
+    Weights in `.bin` files are downloaded where there are no others. Raises `InvalidInput` where
+    there is no such model.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -182,11 +184,17 @@ def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTE
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    try:
+    def download(patterns: list[str]) -> Path:
         folder = snapshot_download(
-            model, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(UNWANTED)
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=list(UNWANTED)
         )
         return Path(folder)
+
+    try:
+        folder = download([*wanted])
+        if not any(folder.glob("*.safetensors")):
+            folder = download([*wanted, "*.bin"])
+        return folder
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InvalidInput(
@@ -196,7 +204,7 @@ def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTE
 
 
 class Checkpoint(Parameters):
-    """The parameters of a folder's safetensors files (`Parameters`).
+    """The parameters of a folder's weight files (`Parameters`).
 
     Names are those of the causal LM, also where the checkpoint holds the model without its head.
     `config`: read from the folder where it is not given. `dtype`: what tensors are given in; None:
@@ -226,7 +234,7 @@ class Checkpoint(Parameters):
         self._files = TensorFiles(folder)
         self._recent = dict[tuple[str, int, int], Any]()  # the last that were made of few bits
         self._in_blocks = set[str]()  # what products read, of which blocks stay blocks
-        if dtype is torch.bfloat16:
+        if dtype is torch.bfloat16 and library.kernels() is not None:
             read = [one for linear, _ in linears(self.stack) for one in linear.weights]
             self._in_blocks = {one.name for one in read}
         self._stored = self._places(self.stack)
@@ -255,7 +263,11 @@ class Checkpoint(Parameters):
         unread = {name for name, one in named.items() if one not in read}
         self._leave_out(unread, named, wanted, wanted - stored.keys())
         if self._in_blocks:
-            refuse_shared_experts(stack, self._like.__getitem__)
+            try:
+                refuse_shared_experts(stack, self._like.__getitem__)
+            except NotDescribed as error:
+                logger.info("%s is widened: %s", self.path, error)
+                self._in_blocks.clear()
         self._check_numbers(read - in_blocks, bool(in_blocks))
         return stored
 

@@ -223,10 +223,7 @@ def open_checkpoint(
             return AdaptedCheckpoint(Checkpoint(adapter.base, dtype), adapter)
         if trust_remote_code and "auto_map" in read_json(folder / "config.json"):
             raise NotDescribed("it comes with code of its own")
-        checkpoint = Checkpoint(folder, dtype)
-        if checkpoint.quantised and kernels is None:
-            raise NotDescribed("its weights are in few bits, which native kernels read")
-        return checkpoint
+        return Checkpoint(folder, dtype)
     except NotDescribed:
         raise
     except InvalidInput as error:
