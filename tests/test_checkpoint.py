@@ -32,7 +32,6 @@ from quickbeam.models.angles import Angles, frequencies, hold
 from quickbeam.models.checkpoint import Checkpoint, read_config
 from quickbeam.models.families import FAMILIES, describe, stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
-from quickbeam.models.loading import load_model
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import dense_rows
 from quickbeam.models.native_model import NativeModel
@@ -143,7 +142,7 @@ def test_edited_configurations_are_read_as_transformers_reads_them(
     assert (ours - theirs).abs().max() < 5e-4 * theirs.abs().max()
 
 
-def test_what_no_family_describes_is_left_to_transformers(tmp_path, cache):
+def test_what_a_family_does_not_describe_is_refused(tmp_path, cache):
     for name, changes, words in (
         ("llama", {"sliding_window": 6}, "a window of 6 without layer_types"),
         ("deepseek_v3", {"attention_bias": True, "q_lora_rank": None}, "attention_bias without"),
@@ -464,10 +463,9 @@ def test_weights_in_few_bits_are_never_read_as_plain_ones(tmp_path):
         configure(tmp_path, quantization={"group_size": 64, "bits": 4}, **fields)
         words = r"quantised by MLX \(4 bits, groups of 64\); read are AWQ.*unquantised weights"
         refuses(words, Checkpoint, tmp_path, None)
-        refuses(words, load_model, str(tmp_path), None, torch.device("cpu"))
 
 
-def test_what_is_stored_otherwise_is_left_to_transformers(tmp_path):
+def test_what_is_stored_otherwise_is_refused(tmp_path):
     made("llama").save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     for change, reason in [
@@ -661,7 +659,7 @@ from quickbeam.params import SamplingParams
 llm = LLM(sys.argv[1], "ar")
 answer = llm.chat([{"role": "user", "content": "abc"}], SamplingParams(max_tokens=2))
 assert llm.model.exact and len(answer.token_ids) > 0
-left = {"transformers", "accelerate", "torch._dynamo", "scipy", "sympy"} & sys.modules.keys()
+left = {"transformers", "torch._dynamo", "scipy", "sympy"} & sys.modules.keys()
 assert not left, left
 """
 

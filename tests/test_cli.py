@@ -60,7 +60,7 @@ def test_generate_streams_text_and_then_statistics(run):
     assert (kind, model, method) == ("load", None, "auto")
     assert options.pop("progress") is not None
     unset = "device budget drafter vocab shortlist memory kv_memory draft_weights keep"
-    expected = {"trust_remote_code": False, "memory_of_answers": "64MB"}
+    expected = {"memory_of_answers": "64MB"}
     expected |= dict.fromkeys(unset.split()) | dict.fromkeys(("dtype", "weights"), "bfloat16")
     assert options == expected
     assert asked == ("chat", [("user", "hello")], SamplingParams())
@@ -107,7 +107,7 @@ def test_every_option_arrives(run):
         --stop-token-id 4 --ignore-eos --logprobs 2 --seed 5 --min-tokens 1 --bad-word no
         --include-stop-str-in-output --no-skip-special-tokens --coupling residual"""
     loading = """--model folder --method dyspec --budget 12 --drafter small --vocab router
-        --shortlist 99 --dtype float32 --device cpu --trust-remote-code --kv-memory 1GB
+        --shortlist 99 --dtype float32 --device cpu --kv-memory 1GB
         --weights int4 --draft-weights int8 --memory 3GB --memory-of-answers 1MB --keep k"""
     given = ("--system", "Be brief.", "--json", *sampling.split(), *loading.split())
     result = run("generate", "hello", *given)
@@ -116,7 +116,7 @@ def test_every_option_arrives(run):
     assert (model, method) == ("folder", "dyspec")
     assert options.pop("progress") is not None
     expected = {"drafter": "small", "vocab": "router", "shortlist": 99, "budget": 12}
-    expected |= {"dtype": "float32", "device": "cpu", "trust_remote_code": True}
+    expected |= {"dtype": "float32", "device": "cpu"}
     expected |= {"weights": "int4", "draft_weights": "int8", "memory": "3GB", "kv_memory": "1GB"}
     expected |= {"memory_of_answers": "1MB", "keep": "k"}
     assert options == expected

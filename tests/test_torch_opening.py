@@ -9,10 +9,9 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
-from cases import few, raising, refuses
+from cases import few, refuses
 from checkpoints import rewrite
 from gguf_files import TINY, model_of, write
-from quickbeam.models import opening
 from quickbeam.models.checkpoint import Checkpoint
 from quickbeam.models.gguf.checkpoint import GgufCheckpoint
 from quickbeam.models.native import library
@@ -33,16 +32,9 @@ def off(got, right):
     return float((got.float() - right.float()).abs().max() / right.float().abs().max())
 
 
-@pytest.fixture
-def read_by_us(monkeypatch):
-    monkeypatch.setattr(opening, "_by_transformers", raising(AssertionError("transformers")))
-
-
 @pytest.mark.parametrize(("dtype", "far"), [("float16", 5e-3), ("float32", 2e-5)])
 @torch.inference_mode()
-def test_a_folder_without_kernels_or_in_half_precision(
-    dtype, far, toy_folder, tmp_path, native, read_by_us
-):
+def test_a_folder_without_kernels_or_in_half_precision(dtype, far, toy_folder, tmp_path, native):
     native("eager")
     folder, kind = saved("qwen3", tmp_path, toy_folder), getattr(torch, dtype)
     loaded = open_model(folder, kind, CPU)
@@ -53,14 +45,14 @@ def test_a_folder_without_kernels_or_in_half_precision(
 
 
 @torch.inference_mode()
-def test_half_precision_needs_no_environment(toy_folder, tmp_path, read_by_us):
+def test_half_precision_needs_no_environment(toy_folder, tmp_path):
     folder = saved("llama", tmp_path, toy_folder)
     assert isinstance(open_model(folder, torch.float16, CPU).model, TorchModel)
 
 
 @pytest.mark.parametrize("architecture", few(TINY, ["llama", "qwen35moe", "gpt-oss", "gemma4"]))
 @torch.inference_mode()
-def test_a_gguf_file_needs_no_kernels(architecture, tmp_path, native, read_by_us):
+def test_a_gguf_file_needs_no_kernels(architecture, tmp_path, native):
     native("eager")
     model = model_of(architecture)
     file = write(tmp_path / "tiny.gguf", architecture, model)
@@ -159,7 +151,7 @@ def test_a_gguf_file_of_another_architecture_is_refused(kernels, tmp_path, nativ
 
 @pytest.mark.skipif(library.kernels() is None, reason="needs the native kernels")
 @torch.inference_mode()
-def test_weights_in_few_bits_are_widened(tmp_path, read_by_us):
+def test_weights_in_few_bits_are_widened(tmp_path):
     model, q8 = model_of("llama"), GGMLQuantizationType.Q8_0
     blocks = {"attn": q8, "ffn": q8, "token_embd": q8}
     file = write(tmp_path / "tiny.gguf", "llama", model, blocks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -45,11 +44,6 @@ ARGUMENTS: Rules = {
     "max_running": (whole(1), "at least 1 answer at a time"),
     "keep": FILE,
     "share_prefixes": FLAG,
-    "trust_remote_code": FLAG,
-    "device_map": (
-        optional(lambda given: isinstance(given, str | Mapping)),
-        "a text or a dict, as in transformers, or None",
-    ),
     "progress": (optional(callable), "a function of a text and a number, or None"),
     **options.RULES,
 }
@@ -78,8 +72,7 @@ class LLM(Answering):
       0 for none. Later answers draft from them. `keep`: a file that holds them from one process to
       the next; it is written when the model is closed.
     - `share_prefixes`: whether texts that begin alike share what was computed of their beginning.
-    - `revision`, `device_map`, `trust_remote_code`: as in transformers. A `device_map` must put
-      everything on one device.
+    - `revision`: a branch, tag or commit of a Hugging Face id.
     - `weights`: `bfloat16`, or `int8` or `int4` (on a CPU). The model is quantised at the first
       load, and the result is kept in the cache folder. Answers are then exactly those of the
       quantised model.
@@ -111,8 +104,6 @@ class LLM(Answering):
         keep: str | Path | None = None,
         share_prefixes: bool = True,
         revision: str | None = None,
-        device_map: str | dict[str, Any] | None = None,
-        trust_remote_code: bool = False,
         weights: str = "bfloat16",
         draft_weights: str | None = None,
         memory: int | str | None = None,
@@ -132,7 +123,7 @@ class LLM(Answering):
         for one in [weights] if draft_weights is None else [weights, draft_weights]:
             refuse_place(check_weights(one), place, torch_dtype)
         if limit is not None:
-            refuse_memory(place, torch_dtype, device_map)
+            refuse_memory(place, torch_dtype)
         for source in (model, drafter):
             if source is not None:
                 hub.check_source(source)
@@ -142,14 +133,28 @@ class LLM(Answering):
         name, self.folder = model or hub.DEFAULT, str(hub.resolve(model, progress))
         if progress:
             progress(f"loading {name}", None)
-        how = {"progress": progress, "trust_remote_code": trust_remote_code}
-        opening = partial(open_model, self.folder, torch_dtype, place, weights=weights, **how)
-        own: dict[str, Any] = {"memory": limit, "device_map": device_map, "revision": revision}
-        opened = in_own_thread(partial(opening, **own))
+        opened = in_own_thread(
+            lambda: open_model(
+                self.folder,
+                torch_dtype,
+                place,
+                weights=weights,
+                memory=limit,
+                progress=progress,
+                revision=revision,
+            )
+        )
         if drafter == MTP and named is None and not runs_mtp(opened.model):
             drafter, method = None, stand_in(asked, False)
-        how |= {"model": self.folder, "weights": draft_weights}
-        load = partial(load_drafter, drafter, **how) if drafter else None
+        load = None
+        if drafter:
+            load = partial(
+                load_drafter,
+                drafter,
+                model=self.folder,
+                progress=progress,
+                weights=draft_weights,
+            )
         if remembered is not None:
             remembered.check(opened.model.vocab_size)
         engine = {"most": max_running, "share": share_prefixes, "memory": remembered}

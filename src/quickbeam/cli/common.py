@@ -83,8 +83,6 @@ class ModelOptions:
     from host memory). Default: all weights stay in memory."""
     device: str | None = field(default=None, metadata={"choices": ("cpu", "cuda")})
     """Where the model runs. Default: cuda where there is one."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Read it first."""
     kv_memory: str | None = field(default=None, metadata={"metavar": "SIZE"})
     """Memory for keys and values, as in 2GB or 512MiB. Default: half of what is free."""
 

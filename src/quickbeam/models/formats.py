@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from quickbeam.errors import InvalidInput
@@ -72,14 +70,11 @@ def refuse_place(name: str, device: torch.device, dtype: torch.dtype | None) -> 
         )
 
 
-def refuse_memory(device: torch.device, dtype: torch.dtype | None, device_map: Any) -> None:
+def refuse_memory(device: torch.device, dtype: torch.dtype | None) -> None:
     """Raise `InvalidInput` if no model's weights could be streamed under these settings.
 
-    CUDA needs no more than that `device_map` is None. A CPU also needs the native kernels, and a
-    `dtype` that they run (or none).
+    They can on CUDA. A CPU needs the native kernels for it, and a `dtype` that they run (or none).
     """
-    if device_map is not None:
-        raise InvalidInput("memory and device_map don't go together: leave one of them out")
     if device.type == "cuda":
         return
     if device.type != "cpu":

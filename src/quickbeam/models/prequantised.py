@@ -73,6 +73,8 @@ def method_of(model: Any) -> QuantMethod | None:
     try:
         mine = bool(config) and config.get("quant_method") != "mxfp4"
         return _method(config) if mine else None
+    except NotDescribed:
+        raise
     except (AttributeError, TypeError, ValueError) as error:
         raise InvalidInput(
             f"its quantization_config can't be read ({error}): download config.json again"
@@ -208,6 +210,8 @@ class QuantisedTensor:
                 raise ValueError(
                     f"{list(read.zeros.shape)} zeros, {list(read.scales.shape)} scales"
                 )
+        except NotDescribed:
+            raise
         except (IndexError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
             names = ", ".join(parts.values())
             raise InvalidInput(f"{names} don't fit together: {error}") from error

@@ -255,7 +255,7 @@ class Mxfp4:
 
 def widened_mxfp4(blocks: BlockRows) -> torch.Tensor:
     """Return the numbers of blocks in MXFP4, `[..., inputs]` float32."""
-    groups = blocks.data.unflatten(-1, (-1, 17))
+    groups = torch.unflatten(blocks.data, -1, (-1, 17))
     stored = groups[..., 1:]
     values = FP4[torch.cat([stored & 15, stored >> 4], -1).long()]
     exponents = groups[..., :1].int() - 127
