@@ -67,7 +67,7 @@ def write(folder, base, tensors=None, **fields):
 
 
 def opened(folder, dtype=torch.float32):
-    return open_checkpoint(str(folder), dtype, revision=None, trust_remote_code=False)
+    return open_checkpoint(str(folder), dtype)
 
 
 def by_transformers(folder, dtype=torch.float32):

@@ -23,7 +23,7 @@ from quickbeam.models.torch.pages import RowPool
 SHORT = SamplingParams(max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(max_tokens=450, ignore_eos=True)  # not over before it is looked at
 REFUSED = {"encoder-decoder": T5Config(d_model=16, num_layers=1)}
-REFUSED["can't take a draft back"] = MambaConfig(hidden_size=16)
+REFUSED["no family describes mamba"] = MambaConfig(hidden_size=16)
 
 
 @pytest.fixture(scope="module")

@@ -449,7 +449,7 @@ def test_other_methods_are_named(name, tmp_path):
 
 def test_what_does_not_fit_is_refused(tmp_path):
     for change, error, words in (
-        (lambda s: s.pop(f"{AT}.scales"), NotDescribed, "q_proj.g_idx"),
+        (lambda s: s.pop(f"{AT}.scales"), InvalidInput, "lack .*q_proj.weight.*q_proj.g_idx"),
         (lambda s: s.update({f"{AT}.scales": torch.ones(3, 128)}), InvalidInput, "fit together"),
         (lambda s: s[f"{AT}.g_idx"].fill_(2), InvalidInput, "no order of 128 inputs"),
         (lambda s: s[f"{AT}.scales"].fill_(torch.inf), InvalidInput, "not finite"),

@@ -1,7 +1,5 @@
-"""A `.gguf` file in transformers' words: its configuration, weights and tokenizer.
-
-The default model is kept like this, as a folder in bfloat16.
-"""
+"""Writes a `.gguf` file as a folder that transformers reads, too: its configuration, weights and
+tokenizer. The default model is kept like this, in bfloat16."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import (
@@ -20,32 +17,26 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quickbeam.errors import InvalidInput, first_line
-from quickbeam.models.families.reading import PARTIAL
 from quickbeam.models.gguf.checkpoint import GgufCheckpoint
 from quickbeam.models.stack_tensors import names
 
-# fields of a file whose tensors are laid out otherwise than transformers has them
-LAYOUTS = ("gates_apart", "head_norms_stacked", "value_heads_tiled")
-
 
 def convert(gguf: Path, folder: Path, end_tokens: Sequence[str] = ()) -> None:
-    """Write a .gguf model as a bfloat16 Hugging Face folder.
+    """Write a .gguf model of a plain layout as a bfloat16 Hugging Face folder.
 
     The folder holds config, weights, tokenizer with chat template, and generation config.
 
     `end_tokens`: any of these ends an answer; without them, the file's own do. Raises
-    `NotDescribed` and `InvalidInput` for a file that can't be read, and `OSError` if the weights
-    can't be written.
+    `InvalidInput` for a file that can't be read, and `OSError` if the weights can't be written.
     """
     folder.mkdir()
     checkpoint = GgufCheckpoint(gguf, torch.bfloat16, None)
-    config, tokenizer = config_of(checkpoint), tokenizer_of(checkpoint)
-    config.dtype = torch.bfloat16
+    tokenizer = _tokenizer_of(checkpoint)
+    config = _config_of(checkpoint, tokenizer)
     config.save_pretrained(folder)
     path = folder / "model.safetensors"
     try:
-        save_file(weights_of(checkpoint), path, metadata={"format": "pt"})
+        save_file(_weights_of(checkpoint), path, metadata={"format": "pt"})
     except SafetensorError as error:  # a full disk raises this
         raise OSError(f"writing {folder.name}/{path.name} failed ({error})") from error
     # safetensors makes the file readable by its owner only
@@ -60,53 +51,25 @@ def convert(gguf: Path, folder: Path, end_tokens: Sequence[str] = ()) -> None:
     ).save_pretrained(folder)
 
 
-def config_of(checkpoint: GgufCheckpoint) -> PreTrainedConfig:
-    """Return a file's configuration.
-
-    Raises `InvalidInput` for a file whose tensors or angles transformers has otherwise.
-    """
-    fields = checkpoint.config.to_dict()
-    otherwise = [name for name in LAYOUTS if fields.pop(name, False)]
-    if rope := dict(fields.get("rope_parameters") or {}):
-        fields["rope_parameters"] = rope
-    if (rotary_dim := rope.pop("rotary_dim", None)) is not None:
-        dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
-        rope["partial_rotary_factor"] = rotary_dim / dim
-        otherwise += ["rope.dimension_count"] * (fields["model_type"] not in PARTIAL)
-    if otherwise:
-        raise InvalidInput(
-            f"transformers has this model otherwise than the file ({', '.join(otherwise)}): take "
-            "the model's folder instead"
-        )
-    if rope.get("rope_type") == "longrope":  # the context ends where the others would begin
-        rope["long_factor"] = rope["short_factor"]
-    if fields["model_type"] == "lfm2":
-        fields["block_auto_adjust_ff_dim"] = False  # its width is that of the tensors
-    try:
-        config = AutoConfig.for_model(**fields)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise InvalidInput(f"transformers can't read its metadata: {first_line(error)}") from error
+def _config_of(checkpoint: GgufCheckpoint, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    config = AutoConfig.for_model(**checkpoint.config.to_dict())
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    tokenizer = tokenizer_of(checkpoint)
     config.bos_token_id = tokenizer.bos_token_id
     config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
+    config.dtype = checkpoint.dtype
     return config
 
 
-def weights_of(checkpoint: GgufCheckpoint) -> dict[str, torch.Tensor]:
-    """Return a file's weights by name, in the checkpoint's number format.
-
-    A head that is the embedding is left out. `checkpoint`: without kernels.
-    """
+def _weights_of(checkpoint: GgufCheckpoint) -> dict[str, torch.Tensor]:
+    """Return a file's weights by name. A head that is the embedding is left out."""
     wanted = names(checkpoint.stack)
     if checkpoint.config.tie_word_embeddings:
         wanted -= {one.name for one in checkpoint.stack.head.weights}
     return {name: checkpoint(name).to(checkpoint.dtype).contiguous() for name in sorted(wanted)}
 
 
-def tokenizer_of(checkpoint: GgufCheckpoint) -> PreTrainedTokenizerFast:
-    """Return a file's tokenizer."""
+def _tokenizer_of(checkpoint: GgufCheckpoint) -> PreTrainedTokenizerFast:
     own = checkpoint.tokenizer
     return PreTrainedTokenizerFast(
         tokenizer_object=own.backend_tokenizer,

@@ -36,7 +36,6 @@ from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM, prepare_kernels
 from quickbeam.models.base import Model
-from quickbeam.models.loading import refuse_unfit
 from quickbeam.models.opening import LoadedModel, make_model
 from quickbeam.params import SamplingParams
 
@@ -161,7 +160,6 @@ def _refuse_call(model: PreTrainedModel, config: GenerationConfig, kwargs: dict[
         (cached, f"{', '.join(cached)}: quickbeam keeps its own keys and values, those of earlier "
             "prompts too; leave it out"),
     )  # fmt: skip
-    refuse_unfit(type(model), model.config)
 
 
 def _prompts(ids: torch.Tensor, kwargs: dict[str, Any]) -> list[list[int]]:

@@ -95,16 +95,16 @@ def has_mtp(place: Path) -> bool:
         return False
 
 
-def index_of(folder: Path) -> dict[str, str] | None:
-    """Return the file of each tensor by a folder's index; None where `SINGLE` alone counts.
+def index_of(folder: Path, single: str = SINGLE, index: str = INDEX) -> dict[str, str] | None:
+    """Return the file of each tensor by a folder's `index`; None where `single` alone counts.
 
     It does where there is no index, or one that doesn't list it, which is of earlier files.
     """
-    single = (folder / SINGLE).is_file()
-    if single and not (folder / INDEX).is_file():
+    has_single = (folder / single).is_file()
+    if has_single and not (folder / index).is_file():
         return None
-    files = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    return None if single and SINGLE not in files.values() else files
+    files = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
+    return None if has_single and single not in files.values() else files
 
 
 def _names(folder: Path) -> Collection[str]:

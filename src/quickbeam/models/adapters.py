@@ -263,8 +263,7 @@ def base_of(folder: Path) -> Path | None:
         return None
     fields = read_json(folder / CONFIG)
     name = fields.get("base_model_name_or_path")
-    weights = weight_files(folder) or list(folder.glob("pytorch_model*.bin"))
-    if (folder / "config.json").is_file() and weights:
+    if (folder / "config.json").is_file() and weight_files(folder):
         own = isinstance(name, str) and Path(name).expanduser().resolve() == folder.resolve()
         return folder if own else None
     return _base(fields)

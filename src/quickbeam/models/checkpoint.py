@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -21,8 +22,10 @@ import torch
 from quickbeam.cache import cache_folder
 from quickbeam.errors import InvalidInput, first_line, refuse_incomplete, some_of
 from quickbeam.models.angles import hold
-from quickbeam.models.families import stack_of
-from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed, check_count
+from quickbeam.models.families import FAMILIES, stack_of
+from quickbeam.models.families.nearest import undescribed
+from quickbeam.models.families.reading import ATTRIBUTES, PAGE, NotDescribed, check_count
+from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, Weight
 from quickbeam.models.prequantised import (
     UNREAD,
@@ -43,7 +46,7 @@ from quickbeam.models.stored import (
     located,
     own_names,
 )
-from quickbeam.models.tensor_files import TensorFiles
+from quickbeam.models.tensor_files import DTYPES, TensorFiles
 from quickbeam.mtp import is_mtp
 
 logger = logging.getLogger(__name__)
@@ -139,7 +142,8 @@ def read_config(folder: Path) -> ModelConfig:
         from transformers import AutoConfig
 
         try:
-            text = AutoConfig.from_pretrained(folder).to_json_string(use_diff=False)
+            read = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            text = read.to_json_string(use_diff=False)
             filled = json.loads(text, object_hook=_plain)
         except Exception as error:  # of any kind, by what the file says
             raise InvalidInput(f"its config.json can't be read: {first_line(error)}") from error
@@ -151,6 +155,17 @@ def read_config(folder: Path) -> ModelConfig:
         except OSError as error:
             logger.info("the configuration can't be kept in %s: %s", kept.parent, error)
     return ModelConfig(language_part(filled))
+
+
+def refuse_undescribed(folder: Path) -> None:
+    """Raise `NotDescribed` for a folder with a model of no family, before anything reads more."""
+    fields = read_json(folder / "config.json")
+    if not isinstance(fields.get("model_type"), str):
+        return  # `read_config` says why
+    language = language_part(fields)
+    kind = language.get("model_type")
+    if isinstance(kind, str) and kind not in FAMILIES:
+        raise undescribed(language, FAMILIES)
 
 
 def _says_all(fields: Mapping[str, Any]) -> bool:
@@ -172,7 +187,8 @@ def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTE
     """Return a model's folder: `model` itself, or what `wanted` files of a Hugging Face id are
     downloaded to.
 
-    Raises `InvalidInput` where there is no such model.
+    Weights in `.bin` files are downloaded where there are no others. Raises `InvalidInput` where
+    there is no such model.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -182,11 +198,17 @@ def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTE
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    try:
+    def download(patterns: list[str]) -> Path:
         folder = snapshot_download(
-            model, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(UNWANTED)
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=list(UNWANTED)
         )
         return Path(folder)
+
+    try:
+        folder = download([*wanted])
+        if not any(folder.glob("*.safetensors")):
+            folder = download([*wanted, "*.bin"])
+        return folder
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InvalidInput(
@@ -196,37 +218,32 @@ def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTE
 
 
 class Checkpoint(Parameters):
-    """The parameters of a folder's safetensors files (`Parameters`).
+    """The parameters of a folder's weight files (`Parameters`).
 
     Names are those of the causal LM, also where the checkpoint holds the model without its head.
     `config`: read from the folder where it is not given. `dtype`: what tensors are given in; None:
-    what the configuration names. `stack`: the model's architecture.
+    what the configuration names. `widened`: weights in few bits are widened, as they are without
+    native kernels. `stack`: the model's architecture.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype | None) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype | None, widened: bool = False) -> None:
         """Find each tensor of the stack.
 
         Raises `NotDescribed` for what no family describes, or is stored otherwise than the family
         says, and `InvalidInput` for tensors that are missing, or have another shape.
         """
+        refuse_undescribed(folder)
         self.path, self.config = folder, read_config(folder)
         self._method = method_of(self.config)
+        self._files = TensorFiles(folder)
         if dtype is None:
-            own = self.config.__dict__.get("dtype") or self.config.__dict__.get("torch_dtype")
-            dtype = getattr(torch, str(own), None)
-            if self.quantised and dtype is torch.float16:  # what AWQ and GPTQ are saved in
-                dtype = torch.bfloat16
-            if dtype in FLOAT8:  # of numbers without scales
-                dtype = torch.bfloat16
-            if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-                raise NotDescribed(f"its numbers are {own}")
+            dtype = self._own_dtype()
         self.dtype = dtype
         hold(self.config)
         self.stack: Stack = stack_of(self.config, dtype)
-        self._files = TensorFiles(folder)
         self._recent = dict[tuple[str, int, int], Any]()  # the last that were made of few bits
         self._in_blocks = set[str]()  # what products read, of which blocks stay blocks
-        if dtype is torch.bfloat16:
+        if dtype is torch.bfloat16 and not widened and library.kernels() is not None:
             read = [one for linear, _ in linears(self.stack) for one in linear.weights]
             self._in_blocks = {one.name for one in read}
         self._stored = self._places(self.stack)
@@ -234,6 +251,28 @@ class Checkpoint(Parameters):
         if self.quantised:  # most often in half precision
             self._as_stored |= {name for name in self._stored if len(self.shape(name)) == 1}
         check_shapes(self.stack, self.shape, expected(self.stack, self.config))
+
+    def _own_dtype(self) -> torch.dtype:
+        """Return the number format that the configuration names, or that most tensors have.
+
+        Raises `InvalidInput` for one that nothing computes in.
+        """
+        named = self.config.__dict__.get("dtype") or self.config.__dict__.get("torch_dtype")
+        if named is None:
+            kinds = Counter(self._files.kind(name) for name in self._files.names)
+            named = next((DTYPES[kind] for kind, _ in kinds.most_common() if kind in NUMBERS), None)
+        name = str(named).removeprefix("torch.")
+        dtype: torch.dtype | None = getattr(torch, name, None)
+        if self.quantised and dtype is torch.float16:  # what AWQ and GPTQ are saved in
+            return torch.bfloat16
+        if dtype in FLOAT8:  # of numbers without scales
+            return torch.bfloat16
+        if dtype is None or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise InvalidInput(
+                f"its config.json names numbers of type {name}: give dtype bfloat16, float16 or "
+                "float32"
+            )
+        return dtype
 
     def _places(self, stack: Stack) -> dict[str, Stored]:
         (head,), wanted = {one.name for one in stack.head.weights}, names(stack)
@@ -255,7 +294,11 @@ class Checkpoint(Parameters):
         unread = {name for name, one in named.items() if one not in read}
         self._leave_out(unread, named, wanted, wanted - stored.keys())
         if self._in_blocks:
-            refuse_shared_experts(stack, self._like.__getitem__)
+            try:
+                refuse_shared_experts(stack, self._like.__getitem__)
+            except NotDescribed as error:
+                logger.info("%s is widened: %s", self.path, error)
+                self._in_blocks.clear()
         self._check_numbers(read - in_blocks, bool(in_blocks))
         return stored
 
@@ -269,24 +312,26 @@ class Checkpoint(Parameters):
         """Say which tensors are left out, as they are none of the model's.
 
         `lacking`: parameters of those `wanted` that are not found. Raises `InvalidInput` for them,
-        and for weights in few bits where no method is named. Raises `NotDescribed` where what is
-        lacking may be stored under other names, and for a bias that the architecture doesn't add.
+        and for weights in few bits where no method is named. Raises `NotDescribed` for a bias that
+        the architecture doesn't add.
         """
         others = (name for name in unread if not is_mtp(name, self.config))
         odd = sorted(name for name in others if not self._needless(name, named))
         for name in odd:
             if self._method is None:
                 refuse_unnamed(name)
-            bias = name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in wanted
-            if bias or lacking:  # transformers may know more names
-                raise NotDescribed(f"its files hold {name}")
+            if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in wanted:
+                raise NotDescribed(
+                    f"its files hold {name}, and the family {self.config.model_type!r} has no such "
+                    f"bias; {PAGE} says how to describe it"
+                )
+        refuse_incomplete(lacking, [], odd)
         if odd:
             logger.warning(
                 "%s: its files hold %s, which its architecture has no use for: left out",
                 self.path,
                 some_of(odd),
             )
-        refuse_incomplete(lacking, [])
 
     def _check_numbers(self, read: Iterable[str], in_blocks: bool) -> None:
         """Raise `NotDescribed` for tensors of a type that is not read.

@@ -177,7 +177,7 @@ class CompiledStack:
         return self._linear_head
 
     def watch(self, layers: Sequence[int]) -> None:
-        """Keep the hidden states after `layers` (`hf_attention.Features`) from now on."""
+        """Keep the hidden states after `layers` (numbers of `Model.watch`) from now on."""
         self.watched = tuple(layers)
         self._program = self._make()
 

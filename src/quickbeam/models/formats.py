@@ -73,7 +73,7 @@ def refuse_place(name: str, device: torch.device, dtype: torch.dtype | None) -> 
 def refuse_memory(device: torch.device, dtype: torch.dtype | None) -> None:
     """Raise `InvalidInput` if no model's weights could be streamed under these settings.
 
-    A CPU needs the native kernels, and a `dtype` that they run (or none).
+    They can on CUDA. A CPU needs the native kernels for it, and a `dtype` that they run (or none).
     """
     if device.type == "cuda":
         return

@@ -7,7 +7,6 @@ answer is the same with drafts and without, alone and in a batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -25,19 +24,14 @@ from quickbeam.models.base import (
     split,
 )
 from quickbeam.models.compiled import CompiledStack, kv_shapes
-from quickbeam.models.families import describe
-from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.pages import PagedStore, PagePool
 from quickbeam.models.recurrent import state_shape
 from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import Parameters
+from quickbeam.models.stack_tensors import Parameters, linears
 from quickbeam.models.weight_file import WeightFile
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -54,14 +48,15 @@ def no_kernels_for(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
-def why_not_native(model: PreTrainedModel) -> str:
+def why_not_native(parameters: Parameters, stack: Stack, device: torch.device) -> str:
     """Say why the native kernels can't run a model; empty where they can. Raises as above."""
-    if reason := no_kernels_for(model.device, model.dtype):
+    if reason := no_kernels_for(device, parameters.dtype):
         return reason
-    try:
-        describe(model)
-    except NotDescribed as error:
-        return str(error)
+    if parameters.dtype is torch.bfloat16:
+        for weight in (one for linear, _ in linears(stack) for one in linear.weights):
+            inputs = parameters.shape(weight.name)[-2 if weight.transposed else -1]
+            if inputs % 2:
+                return f"{weight.name} has an odd number of inputs"
     return ""
 
 

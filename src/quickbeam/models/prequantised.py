@@ -17,8 +17,8 @@ import torch
 from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
-from quickbeam.models.native.library import FORMATS
-from quickbeam.models.native.quantised import GROUP, BlockRows
+from quickbeam.models.native.library import FORMATS, Kernels
+from quickbeam.models.native.quantised import GROUP, BlockRows, Weight
 from quickbeam.models.tensor_files import TensorFiles
 
 AWQ, GPTQ, COMPRESSED, FP8 = "awq", "gptq", "compressed-tensors", "fp8"
@@ -73,6 +73,8 @@ def method_of(model: Any) -> QuantMethod | None:
     try:
         mine = bool(config) and config.get("quant_method") != "mxfp4"
         return _method(config) if mine else None
+    except NotDescribed:
+        raise
     except (AttributeError, TypeError, ValueError) as error:
         raise InvalidInput(
             f"its quantization_config can't be read ({error}): download config.json again"
@@ -208,6 +210,8 @@ class QuantisedTensor:
                 raise ValueError(
                     f"{list(read.zeros.shape)} zeros, {list(read.scales.shape)} scales"
                 )
+        except NotDescribed:
+            raise
         except (IndexError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
             names = ", ".join(parts.values())
             raise InvalidInput(f"{names} don't fit together: {error}") from error
@@ -240,12 +244,27 @@ class QuantisedTensor:
         data = torch.empty(self.outputs, size, dtype=torch.uint8, device="meta")
         return BlockRows(data, self.format, self.order)
 
-    def rows(self, files: TensorFiles, first: int, last: int) -> BlockRows:
-        """Return rows. Raises `InvalidInput` for numbers that are not finite, and `QuickbeamError`
-        naming a file that can't be read."""
-        of, kernels = FORMATS[self.format], library.kernels()
-        assert kernels is not None  # or there would be no such back end
+    def rows(self, files: TensorFiles, first: int, last: int) -> Weight:
+        """Return rows: in blocks, or without the kernels their numbers in float32.
+
+        Raises `InvalidInput` for numbers that are not finite, and `QuickbeamError` naming a file
+        that can't be read.
+        """
         read = self.layout({part: self._read(files, name) for part, name in self.parts.items()})
+        kernels = library.kernels()
+        if kernels is None:
+            numbers = widened(read, self.order)
+            if not bool(numbers.isfinite().all()):
+                raise self._not_finite()
+            return numbers[first:last]
+        blocks = self._in_blocks(read, kernels)
+        if blocks is None:
+            raise self._not_finite()
+        return BlockRows(blocks[first:last], self.format, self.order)
+
+    def _in_blocks(self, read: QuantisedValues, kernels: Kernels) -> torch.Tensor | None:
+        """Return all rows in blocks, `[outputs, bytes]`; None where numbers are not finite."""
+        of = FORMATS[self.format]
         at = torch.arange(0, self.inputs, of.inputs) // read.group
         scales = read.scales[:, at].contiguous()
         zeros = None if read.zeros is None else read.zeros[:, at].contiguous()
@@ -262,11 +281,10 @@ class QuantisedTensor:
         )
         rows = torch.empty(self.outputs, len(at) * of.bytes, dtype=torch.uint8)
         finite = kernels.to_blocks(ctypes.byref(stored), rows.data_ptr())
-        if not finite or not bool(scales.isfinite().all()):
-            raise InvalidInput(
-                f"{self.names[0]} has numbers that are not finite: download it again"
-            )
-        return BlockRows(rows[first:last], self.format, self.order)
+        return rows if finite and bool(scales.isfinite().all()) else None
+
+    def _not_finite(self) -> InvalidInput:
+        return InvalidInput(f"{self.names[0]} has numbers that are not finite: download it again")
 
     def _read(self, files: TensorFiles, name: str) -> torch.Tensor:
         if self.expert is None:
@@ -294,6 +312,38 @@ def quantised_tensor(
     return None
 
 
+def widened(read: QuantisedValues, order: torch.Tensor | None) -> torch.Tensor:
+    """Return the numbers of a weight, `[outputs, inputs]` float32.
+
+    `order`: as of `BlockRows`.
+    """
+    groups = torch.arange(read.inputs) // read.group
+    if order is not None:
+        groups = torch.empty_like(groups).index_copy_(0, order.long(), groups)
+    scales = read.scales[:, groups]
+    if read.zeros is None:
+        return read.values.float() * scales
+    zeros = read.zeros[:, groups].float()
+    return (_whole_numbers(read).float() - zeros) * scales
+
+
+def _whole_numbers(read: QuantisedValues) -> torch.Tensor:
+    """Return a weight's whole numbers, `[outputs, inputs]` uint8."""
+    if read.layout == library.WORDS_OF_OUTPUTS:
+        return _outputs_in_order(_in_nibbles(read.values, read.bits))
+    if read.layout == library.WORDS_OF_INPUTS:
+        return _in_nibbles(read.values.t(), read.bits)
+    if read.values.dtype is torch.int8:
+        return read.values.view(torch.uint8) ^ read.flip
+    return _in_nibbles(read.values, read.bits)
+
+
+def _outputs_in_order(nibbles: torch.Tensor) -> torch.Tensor:
+    """Return `[outputs, n]` of AWQ's numbers `[n, outputs]`, of which each 8 are outputs 0, 2, 4,
+    6, 1, 3, 5 and 7."""
+    return nibbles.view(len(nibbles), -1, 2, 4).transpose(2, 3).flatten(1).t()
+
+
 def _in_nibbles(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Return whole numbers of `bits` bits, `[n, m]` uint8, of int32 words, low bits first."""
     stored = packed.contiguous().view(torch.uint8)
@@ -304,8 +354,7 @@ def _awq(of: Tensors) -> QuantisedValues:
     """`qweight` `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, of which a word holds
     columns 0, 2, 4, 6, 1, 3, 5 and 7; `scales` `[groups, outputs]`."""
     values, scales = of["qweight"], of["scales"].float().t()
-    zeros = _in_nibbles(of["qzeros"], 4)
-    zeros = zeros.view(len(zeros), -1, 2, 4).transpose(2, 3).flatten(1).t()
+    zeros = _outputs_in_order(_in_nibbles(of["qzeros"], 4))
     inputs, group = len(values), _shared(len(values), scales.shape[1])
     return QuantisedValues(values, library.WORDS_OF_OUTPUTS, inputs, 4, group, scales, zeros)
 

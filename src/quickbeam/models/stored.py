@@ -90,6 +90,9 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
 }
 # whose experts may be stored `[experts, inputs, outputs]`
 TRANSPOSED = ("qwen3_vl_moe_text",)
+# the numbers of four bits of MXFP4
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+FP4 = torch.cat([FP4, -FP4])
 # names of one expert's gate, what it lets through, and what comes last
 EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
@@ -250,6 +253,15 @@ class Mxfp4:
         return BlockRows(torch.cat([scales[..., None], bytes_of], -1).flatten(-2), "mxfp4")
 
 
+def widened_mxfp4(blocks: BlockRows) -> torch.Tensor:
+    """Return the numbers of blocks in MXFP4, `[..., inputs]` float32."""
+    groups = torch.unflatten(blocks.data, -1, (-1, 17))
+    stored = groups[..., 1:]
+    values = FP4[torch.cat([stored & 15, stored >> 4], -1).long()]
+    exponents = groups[..., :1].int() - 127
+    return torch.ldexp(values, exponents).flatten(-2)
+
+
 # Where a parameter is. `names`: of the stored tensors. `like` gives what `rows` does of all rows,
 # without the numbers.
 Stored = PlainTensor | SeparateExperts | Mxfp4 | QuantisedTensor
@@ -260,8 +272,7 @@ def dense(weight: Weight, of: Stored) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return weight
     kernels = library.kernels()
-    assert kernels is not None
-    rows = dense_rows(kernels, weight)
+    rows = widened_mxfp4(weight) if kernels is None else dense_rows(kernels, weight)
     return rows.transpose(1, 2) if isinstance(of, Mxfp4) else rows
 
 

@@ -1,20 +1,25 @@
-"""The safetensors files of a model's folder: tensors by name and row, as they are stored."""
+"""The weight files of a model's folder: tensors by name and row, as they are stored.
+
+They are safetensors, or where there are none, PyTorch's `pytorch_model.bin`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import pickle
 import re
 import threading
 import weakref
+import zipfile
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import InvalidInput, QuickbeamError, first_line
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.mtp import INDEX, SINGLE, index_of
 
@@ -32,11 +37,15 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 
+KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # a file of several that hold a model's weights together
-SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.(?:safetensors|bin)")
 OTHERS = ("adapter", "consolidated")  # how files begin that hold something else
 # what is raised for files that hold something else than they should
 BROKEN = (ValueError, LookupError, TypeError, AttributeError)
+# the same for pickles
+BROKEN_PICKLE = (*BROKEN, OSError, EOFError, RuntimeError, pickle.UnpicklingError)
 _one_at_a_time = threading.Lock()
 
 
@@ -62,7 +71,7 @@ def read_into(room: memoryview, file: int, at: int, least: int | None = None) ->
     return done
 
 
-class _Tensor(NamedTuple):
+class _StoredTensor(NamedTuple):
     """Where a tensor is: bytes `first` to `last` (excluded) of a file that is open as `fd`."""
 
     path: Path
@@ -72,25 +81,80 @@ class _Tensor(NamedTuple):
     first: int
     last: int
 
+    def rows(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return rows `first` to `last` (excluded). Raises `OSError`."""
+        inner = self.shape[1:]
+        row = dtype.itemsize * math.prod(inner)
+        data = torch.empty((last - first) * row, dtype=torch.uint8)
+        if read_into(data.numpy().data, self.fd, self.first + first * row) < len(data):
+            raise OSError("the file ends too early")
+        return data.view(dtype).view(last - first, *inner)
+
+    def mapped(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the whole, whose rows are read as they are needed. Raises `OSError` and
+        `RuntimeError`."""
+        if self.first % dtype.itemsize:
+            return self.rows(0, self.shape[0], dtype)
+        path = str(self.path)
+        data = torch.from_file(path, shared=False, size=self.last, dtype=torch.uint8)
+        return data[self.first :].view(dtype).view(self.shape)
+
+
+class _PickledTensor(NamedTuple):
+    """A tensor of a `.bin` file, which PyTorch has mapped."""
+
+    path: Path
+    tensor: torch.Tensor
+
+    @property
+    def kind(self) -> str:
+        return KINDS.get(self.tensor.dtype, str(self.tensor.dtype))
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def rows(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy of rows `first` to `last` (excluded)."""
+        tensor = self.tensor if self.tensor.dim() else self.tensor.view(1)
+        return tensor[first:last].clone(memory_format=torch.contiguous_format)
+
+    def mapped(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the whole, whose rows are read as they are needed."""
+        return self.tensor.contiguous()
+
 
 class TensorFiles:
     """All tensors of a folder. `names`: of all of them.
 
-    They are read past PyTorch's memory maps, whose pages would count as memory of the process, and
-    are slow to come.
+    Those of safetensors are read past PyTorch's memory maps, whose pages would count as memory of
+    the process, and are slow to come.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the files. Raises `NotDescribed` without any, `InvalidInput` for broken ones."""
-        self._tensors = dict[str, _Tensor]()
+        """Open the files.
+
+        Raises `InvalidInput` without any, and for broken ones. Nothing but tensors is made of what
+        a pickle holds.
+        """
+        self._tensors = dict[str, _StoredTensor | _PickledTensor]()
         files = weight_files(folder)
         if not files:
-            raise NotDescribed(f"{folder} has no {SINGLE}, no {INDEX} and no numbered shards")
+            raise InvalidInput(
+                f"{folder} has no weights: no {SINGLE}, no {INDEX}, no numbered shards and no "
+                f"{PICKLED}; download it again, with all of its files"
+            )
         for path in files:
             try:
-                self._open(path)
-            except (OSError, *BROKEN, RecursionError) as error:
-                raise InvalidInput(f"{path} can't be read ({error}): download it again") from error
+                if path.suffix == ".bin":
+                    self._load(path)
+                else:
+                    self._open(path)
+            except (*BROKEN_PICKLE, RecursionError) as error:
+                reason = first_line(error)
+                if isinstance(error, pickle.UnpicklingError):  # whose words advise to run its code
+                    reason = "it is damaged, or holds more than tensors"
+                raise InvalidInput(f"{path} can't be read ({reason}): download it again") from error
         self.names = self._tensors.keys()
 
     def _open(self, path: Path) -> None:
@@ -110,17 +174,28 @@ class TensorFiles:
             itemsize = DTYPES[kind].itemsize if kind in DTYPES else 0
             if last > end or (itemsize and math.prod(shape) * itemsize != last - first):
                 raise ValueError(f"{name[:80]!r} of shape {shape} at bytes {first} to {last}")
-            self._tensors[name] = _Tensor(path, fd, kind, shape, first, last)
+            self._tensors[name] = _StoredTensor(path, fd, kind, shape, first, last)
         spans = sorted((one["data_offsets"], name) for name, one in header.items())
         for (before, name), (after, other) in pairwise(spans):
             if after[0] < before[1]:
                 raise ValueError(f"{name[:80]!r} and {other[:80]!r} lie in the same place")
 
+    def _load(self, path: Path) -> None:
+        # files of PyTorch before 1.6 are no archives, and can't be mapped
+        mapped = zipfile.is_zipfile(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__}, and no tensors by name")
+        for name, tensor in state.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"{str(name)[:80]!r} is a {type(tensor).__name__}, and no tensor")
+            self._tensors[str(name)] = _PickledTensor(path, tensor.detach())
+
     def shape(self, name: str) -> list[int]:
         return list(self._tensors[name].shape)
 
     def kind(self, name: str) -> str:
-        """Return the type of a tensor's numbers, as the format writes it (`BF16`)."""
+        """Return the type of a tensor's numbers, as safetensors writes it (`BF16`)."""
         return self._tensors[name].kind
 
     def dtype(self, name: str) -> torch.dtype:
@@ -139,18 +214,13 @@ class TensorFiles:
 
         Raises `QuickbeamError` naming the file where it can't be read, and as `dtype` does.
         """
-        of, dtype = self._tensors[name], self.dtype(name)
-        inner = of.shape[1:]
-        row = dtype.itemsize * math.prod(inner)
-        data = torch.empty((last - first) * row, dtype=torch.uint8)
+        tensor, dtype = self._tensors[name], self.dtype(name)
         try:
-            if read_into(data.numpy().data, of.fd, of.first + first * row) < len(data):
-                raise OSError("the file ends too early")
+            return tensor.rows(first, last, dtype)
         except OSError as error:
             raise QuickbeamError(
-                f"{of.path}: {name} can't be read ({error}): download it again"
+                f"{tensor.path}: {name} can't be read ({error}): download it again"
             ) from error
-        return data.view(dtype).view(last - first, *inner)
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a tensor, a single number as `[1]`. Raises as `rows` does."""
@@ -161,27 +231,30 @@ class TensorFiles:
 
         Raises `QuickbeamError` naming the file where it can't be read.
         """
-        of, dtype = self._tensors[name], self.dtype(name)
-        if of.first % dtype.itemsize:
-            return self.whole(name)
+        tensor, dtype = self._tensors[name], self.dtype(name)
         try:
-            data = torch.from_file(str(of.path), shared=False, size=of.last, dtype=torch.uint8)
+            return tensor.mapped(dtype)
         except (OSError, RuntimeError) as error:
-            raise QuickbeamError(f"{of.path}: {name} can't be mapped ({error})") from error
-        return data[of.first :].view(dtype).view(of.shape)
+            raise QuickbeamError(f"{tensor.path}: {name} can't be mapped ({error})") from error
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that hold a model's weights; none where there are no such files.
+    """Return the files that hold a model's weights; none where there are no such files.
 
-    They are those of the index, or `SINGLE`, or without both all shards of a numbered set. Raises
-    `InvalidInput` for an index that can't be read, and for a set that is not whole.
+    They are those of the index, or `SINGLE`, or without both all shards of a numbered set. Where
+    there are no safetensors, the same is looked for of `.bin` files. Raises `InvalidInput` for an
+    index that can't be read, and for a set that is not whole.
     """
-    if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
-        return _shards(folder)
+    files = _weight_files(folder, SINGLE, INDEX)
+    return files or _weight_files(folder, PICKLED, PICKLED_INDEX)
+
+
+def _weight_files(folder: Path, single: str, index: str) -> list[Path]:
+    if not any((folder / name).is_file() for name in (single, index)):
+        return _shards(folder, Path(single).suffix, index)
     try:
-        index = index_of(folder)
-        names = [SINGLE] if index is None else sorted(set(index.values()))
+        listed = index_of(folder, single, index)
+        names = [single] if listed is None else sorted(set(listed.values()))
         return [folder / name for name in names]
     except (OSError, *BROKEN) as error:
         raise InvalidInput(
@@ -189,10 +262,10 @@ def weight_files(folder: Path) -> list[Path]:
         ) from error
 
 
-def _shards(folder: Path) -> list[Path]:
+def _shards(folder: Path, suffix: str, index: str) -> list[Path]:
     """Return the shards of a folder without an index."""
     sets = dict[tuple[str, int], dict[int, Path]]()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob(f"*{suffix}")):
         matched = SHARD.fullmatch(path.name)
         if matched and not path.name.startswith(OTHERS):
             stem, number, count = matched[1], int(matched[2]), int(matched[3])
@@ -202,7 +275,7 @@ def _shards(folder: Path) -> list[Path]:
     if len(sets) > 1:
         kinds = ", ".join(f"{stem} of {count}" for stem, count in sets)
         raise InvalidInput(
-            f"{folder} holds shards of several sets ({kinds}), and no {INDEX} says which: keep one"
+            f"{folder} holds shards of several sets ({kinds}), and no {index} says which: keep one"
         )
     (stem, count), shards = next(iter(sets.items()))
     lacking = [number for number in range(1, count + 1) if number not in shards]

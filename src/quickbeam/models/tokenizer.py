@@ -133,7 +133,7 @@ def _load(folder: Path, config: Any) -> Any:
         return tokenizer
     from transformers import AutoTokenizer
 
-    read: Any = AutoTokenizer.from_pretrained(folder)
+    read: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     read.chat_template = read.chat_template or _templates(folder, None)
     return read
 

@@ -22,12 +22,9 @@ from quickbeam.drafters.folder import TargetParts, embed_scale
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
-from quickbeam.models.base import Model
 from quickbeam.models.chat_template import for_template
-from quickbeam.models.eos import model_eos_ids
 from quickbeam.models.formats import pick_device
-from quickbeam.models.loading import load_model
-from quickbeam.models.opening import make_model
+from quickbeam.models.opening import open_model
 from quickbeam.train import text
 from quickbeam.train.block import HeldOutMetrics, new_network
 from quickbeam.train.recipes import Plan, Recipe, opening_words
@@ -49,9 +46,9 @@ class TextStage:
         opening_words("questions", plan.languages)  # refused before anything is loaded
         self.plan = plan
         folder, device = hub.resolve(plan.model), pick_device(None)
-        loaded, self._tokenizer = load_model(folder, torch.bfloat16, device)
-        self._stops = model_eos_ids(loaded, self._tokenizer)
-        self._model: Model = make_model(loaded)
+        opened = open_model(folder, torch.bfloat16, device)
+        self._model, self._tokenizer = opened.model, opened.tokenizer
+        self._stops = opened.ends
 
     def run(self, report: Callable[[int, float], None]) -> None:
         """Write conversations until there are `tokens` tokens of text, or all prompts are answered.

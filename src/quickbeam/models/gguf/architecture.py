@@ -57,7 +57,10 @@ def _factors(m: Metadata, scale: float) -> dict[str, Any]:
 def _qwen2(m: Metadata) -> dict[str, Any]:
     fields = plain(m) | _some_windows(m) | {"model_type": "qwen2"}
     if not fields.pop("attention_bias"):
-        raise NotDescribed("its queries, keys and values have no bias")
+        raise NotDescribed(
+            "its queries, keys and values have no bias, as its architecture has: take the model's "
+            "folder instead"
+        )
     return fields
 
 
@@ -369,7 +372,10 @@ def architecture_of(file: GgufFile) -> tuple[str, dict[str, Any]]:
     """
     name = str(file.metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
-        raise NotDescribed(f"the architecture {name!r} of a .gguf file")
+        raise NotDescribed(
+            f"the architecture {name!r} of a .gguf file, which is not known here; known are "
+            f"{', '.join(sorted(ARCHITECTURES))}: take the model's folder instead"
+        )
     if "token_embd.weight" not in file.tensors:
         raise InvalidInput("its weights lack token_embd.weight: download it again")
     metadata = Metadata(file, name)

@@ -17,7 +17,6 @@ from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf.architecture import (
-    ARCHITECTURES,
     INTERLEAVED,
     INTERLEAVED_EXPERTS,
     architecture_of,
@@ -263,13 +262,7 @@ def open_gguf(path: Path, dtype: torch.dtype | None, kernels: Kernels | None) ->
         return GgufCheckpoint(path, dtype, kernels)
     except NotDescribed as error:
         reason = str(error)
-    try:
-        checkpoint = GgufCheckpoint(path, dtype, None)
-    except NotDescribed as error:
-        raise InvalidInput(
-            f"{error}, which is not known here; known are the architectures "
-            f"{', '.join(sorted(ARCHITECTURES))}: take the model's folder instead"
-        ) from error
+    checkpoint = GgufCheckpoint(path, dtype, None)
     logger.info("%s is widened: %s", path, reason)
     return checkpoint
 

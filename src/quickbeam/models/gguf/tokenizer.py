@@ -75,7 +75,7 @@ def load_tokenizer(file: GgufFile) -> Tokenizer:
     }
     kind, tokens = of.get("model"), of.get("tokens")
     if not isinstance(tokens, list) or not tokens:
-        raise NotDescribed("it has no tokenizer")
+        raise NotDescribed("the file has no tokenizer: take the model's folder instead")
     _refuse_unknown(of)
     ids = {name: token_ids(file.metadata, key, len(tokens)) for name, key in NAMED.items()}
     named = {name: tokens[own[0]] if own else None for name, own in ids.items()}
@@ -85,7 +85,10 @@ def load_tokenizer(file: GgufFile) -> Tokenizer:
         architecture = file.metadata["general.architecture"]
         backend = _sentence_piece(of, tokens, named["unk"], architecture)
     else:
-        raise NotDescribed(f"a tokenizer of kind {kind!r}")
+        raise NotDescribed(
+            f"the file has a tokenizer of kind {kind!r}, which is not known here: take the model's "
+            "folder instead"
+        )
     _add(backend, tokens, of.get("token_type"))
     first = of.get("add_bos_token", kind == "llama" or of.get("pre") in BEGIN)
     last = of.get("add_eos_token", False)
