@@ -31,7 +31,6 @@ from quickbeam.drafters.loading import load_drafter
 from quickbeam.engine.output import NullTokenizer
 from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.families import stack_of
-from quickbeam.models.formats import pick_device
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.opening import LoadedModel
 from quickbeam.models.torch import paged_attention
@@ -40,6 +39,7 @@ from quickbeam.models.torch.model import PassResults, TorchModel
 from quickbeam.models.torch.paged_attention import AttentionParams
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import ListedRows, list_pass, uncommitted
+from quickbeam.models.weights.formats import pick_device
 from shapes import RandomParameters
 
 Put = Callable[[str, Any], None]

@@ -25,8 +25,8 @@ from passes import MEGABYTES
 from quickbeam.config import WEIGHTS
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.base import Batch, Chain
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families import stack_of
-from quickbeam.models.native_model import NativeModel
 from random_gguf import write
 
 

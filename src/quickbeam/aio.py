@@ -17,7 +17,7 @@ from quickbeam.engine.stream import Delta, Stream
 from quickbeam.engine.trace import StepRecord, Trace
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM, Observer
-from quickbeam.models.prompts import Conversation, Prompt
+from quickbeam.models.text.prompts import Conversation, Prompt
 from quickbeam.params import SamplingParams
 
 NOTHING = Delta("", [], [], [])

@@ -41,12 +41,11 @@ from quickbeam.grammar.spec import Grammar
 from quickbeam.machine import in_own_thread
 from quickbeam.methods import check_options, max_nodes, stand_in
 from quickbeam.models.base import Model
-from quickbeam.models.formats import pick_device, refuse_memory, refuse_place, wanted_dtype
 from quickbeam.models.memory import free_memory
 from quickbeam.models.native import choice as kernel_choice
 from quickbeam.models.native import library
 from quickbeam.models.opening import LoadedModel, open_model
-from quickbeam.models.prompts import (
+from quickbeam.models.text.prompts import (
     Conversation,
     Message,
     Prompt,
@@ -55,6 +54,7 @@ from quickbeam.models.prompts import (
     is_single_prompt,
     prompt_ids,
 )
+from quickbeam.models.weights.formats import pick_device, refuse_memory, refuse_place, wanted_dtype
 from quickbeam.mtp import MTP
 from quickbeam.params import SamplingParams, check_values, optional, whole
 from quickbeam.sampling import Sampler, bad_word_ids

@@ -14,7 +14,7 @@ from quickbeam.drafters.shortlist.native import Router
 from quickbeam.drafters.shortlist.shortlist import WINDOW, Artefact, Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
-from quickbeam.models.compiled import NativeLinear
+from quickbeam.models.compile.compiled_stack import NativeLinear
 
 # by kind: the default size is the size of the vocabulary divided by this
 SHARES = {FREQUENCY: 4, FREQUENCY + CONTEXT: 16, CLUSTERS: 8, ROUTER: 16}

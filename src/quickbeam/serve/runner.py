@@ -28,7 +28,7 @@ from quickbeam.engine.stream import Delta, Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
-from quickbeam.models.adapters import base_of
+from quickbeam.models.weights.adapters import base_of
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import LATER, SOON, Gate, Ticket, Unavailable
 from quickbeam.serve.errors import Interrupted, problem

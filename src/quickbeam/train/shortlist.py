@@ -23,7 +23,7 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
-from quickbeam.models.formats import pick_device
+from quickbeam.models.weights.formats import pick_device
 from quickbeam.train.places import Places, collect_places
 from quickbeam.train.recipes import ShortlistPlan
 from quickbeam.train.router import CLUSTERINGS, halve, ranking, recall, routed, train_router

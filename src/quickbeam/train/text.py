@@ -21,7 +21,7 @@ from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Model
-from quickbeam.models.chat_template import for_template
+from quickbeam.models.text.chat_template import for_template
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.train.recipes import WORDS, opening_words

@@ -12,23 +12,29 @@ from typing import Any
 import torch
 
 from quickbeam.errors import InvalidInput, refuse_incomplete, some_of
-from quickbeam.models.angles import hold
-from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.gguf.architecture import (
+from quickbeam.models.native.library import Kernels
+from quickbeam.models.native.quantised import BlockRows, Weight, with_data
+from quickbeam.models.rotary import hold
+from quickbeam.models.stack import LinearAttention, Stack
+from quickbeam.models.text.gguf_tokenizer import file_eos_ids, load_tokenizer
+from quickbeam.models.weights.checkpoint import ModelConfig
+from quickbeam.models.weights.gguf.architecture import (
     INTERLEAVED,
     INTERLEAVED_EXPERTS,
     architecture_of,
 )
-from quickbeam.models.gguf.file import GgufFile, kind_name, widened
-from quickbeam.models.gguf.names import ANGLES, BESIDE_TEXT, StoredName, is_behind, stored_names
-from quickbeam.models.gguf.tokenizer import file_eos_ids, load_tokenizer
-from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.quantised import BlockRows, Weight, with_data
-from quickbeam.models.shapes import check_shapes, expected, refuse_shared_experts
-from quickbeam.models.stack import LinearAttention, Stack
-from quickbeam.models.stack_tensors import Parameters, experts, linears, names, norms
+from quickbeam.models.weights.gguf.file import GgufFile, kind_name, widened
+from quickbeam.models.weights.gguf.names import (
+    ANGLES,
+    BESIDE_TEXT,
+    StoredName,
+    is_behind,
+    stored_names,
+)
+from quickbeam.models.weights.parameters import Parameters, experts, linears, names, norms
+from quickbeam.models.weights.shapes import check_shapes, expected, refuse_shared_experts
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from quickbeam.errors import InvalidInput, first_line
-from quickbeam.models.chat_template import render
-from quickbeam.models.checkpoint import read_json
+from quickbeam.models.text.chat_template import render
+from quickbeam.models.weights.checkpoint import read_json
 
 # how a byte-level vocabulary's text is split: the expressions are those of the models' tokenizers
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -19,7 +19,7 @@ from quickbeam.cache import Progress, alone, cache_folder, file_key, sweep
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.memory import map_file, room_for_weights
 from quickbeam.models.native import build
-from quickbeam.models.tensor_files import read_into
+from quickbeam.models.weights.tensor_files import read_into
 
 ALIGNED = 4096  # bytes: the weights begin there, and reads past the page cache at multiples of it
 SPARE = 64 << 20  # bytes that are left free on the disk

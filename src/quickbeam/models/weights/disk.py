@@ -22,11 +22,11 @@ from quickbeam.models.native.library import Expert, Experts, Kernels, Op
 from quickbeam.models.native.operands import BLOCK, RowList
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BlockRows
-from quickbeam.models.packing import PackedWeights
 from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import Parameters
-from quickbeam.models.weight_file import ALIGNED, WeightFile
-from quickbeam.models.weight_reader import Extent, File, Ring, aligned
+from quickbeam.models.weights.file_reader import Extent, File, Ring, aligned
+from quickbeam.models.weights.packed_file import ALIGNED, WeightFile
+from quickbeam.models.weights.packing import PackedWeights
+from quickbeam.models.weights.parameters import Parameters
 
 BUFFERS = 4  # for reading; fewer, but at least 2, where memory is short
 PIECE = 16 << 20  # bytes of a buffer; more only for larger experts

@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 
 from quickbeam import hub
 from quickbeam.errors import InvalidInput, first_line
-from quickbeam.models.checkpoint import Checkpoint, local_folder, read_json
 from quickbeam.models.native.quantised import BlockRows, Weight
-from quickbeam.models.shapes import check_shapes, expected
-from quickbeam.models.stack_tensors import Parameters, names
-from quickbeam.models.stored import causal_names
-from quickbeam.models.tensor_files import weight_files
+from quickbeam.models.weights.checkpoint import Checkpoint, local_folder, read_json
+from quickbeam.models.weights.parameters import Parameters, names
+from quickbeam.models.weights.shapes import check_shapes, expected
+from quickbeam.models.weights.stored import causal_names
+from quickbeam.models.weights.tensor_files import weight_files
 
 logger = logging.getLogger(__name__)
 

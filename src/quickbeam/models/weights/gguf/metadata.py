@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.angles import frequencies
-from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.gguf.names import ANGLES
 from quickbeam.models.native.quantised import BlockRows
+from quickbeam.models.rotary import frequencies
+from quickbeam.models.weights.gguf.file import GgufFile
+from quickbeam.models.weights.gguf.names import ANGLES
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from quickbeam.models.compiler import StackCompiler
+from quickbeam.models.compile.compiler import StackCompiler
 from quickbeam.models.native import library
 from quickbeam.models.native.program import Buffer
 from quickbeam.models.native.quantised import Weight

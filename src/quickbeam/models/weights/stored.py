@@ -19,8 +19,13 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, Weight, below, dense_rows, with_data
-from quickbeam.models.prequantised import QuantisedTensor, QuantMethod, eight_bits, quantised_tensor
-from quickbeam.models.tensor_files import TensorFiles
+from quickbeam.models.weights.prequantised import (
+    QuantisedTensor,
+    QuantMethod,
+    eight_bits,
+    quantised_tensor,
+)
+from quickbeam.models.weights.tensor_files import TensorFiles
 
 # Checkpoints of several modalities whose language part alone answers a prompt without images and
 # sounds, as the whole does.

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from quickbeam.models.compiler import StackCompiler
-from quickbeam.models.experts import add_experts, add_parallel_experts, add_per_layer_input
+from quickbeam.models.compile.compiler import StackCompiler
+from quickbeam.models.compile.experts import add_experts, add_parallel_experts, add_per_layer_input
+from quickbeam.models.compile.recurrent import add_recurrent
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.program import Buffer
-from quickbeam.models.recurrent import add_recurrent
 from quickbeam.models.stack import Attention, Experts, Latent, Layer, Linear, Norm
 
 

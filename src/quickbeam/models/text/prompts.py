@@ -8,7 +8,7 @@ from operator import index
 from typing import Any
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.chat_template import as_messages, for_template
+from quickbeam.models.text.chat_template import as_messages, for_template
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]

@@ -16,23 +16,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from quickbeam.errors import QuickbeamError
-from quickbeam.models.angles import AngleTable
-from quickbeam.models.compiled_layer import add_layer
-from quickbeam.models.compiler import SmallParameters, StackCompiler
-from quickbeam.models.disk import WeightsOnDisk
-from quickbeam.models.experts import add_per_layer_inputs
-from quickbeam.models.formats import weights_format
+from quickbeam.models.compile.compiler import SmallParameters, StackCompiler
+from quickbeam.models.compile.experts import add_per_layer_inputs
+from quickbeam.models.compile.layer import add_layer
 from quickbeam.models.memory import room_for_weights
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, Recurrence
 from quickbeam.models.native.operands import KVShape, RowList, plain_rows
+from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, WHOLE, BlockRows, Packed, Weight, dense_rows
-from quickbeam.models.packing import PackedWeights
-from quickbeam.models.pages import PagePool
+from quickbeam.models.rotary import AngleTable
 from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import Parameters
-from quickbeam.models.weight_file import WeightFile
+from quickbeam.models.weights.disk import WeightsOnDisk
+from quickbeam.models.weights.formats import weights_format
+from quickbeam.models.weights.packed_file import WeightFile
+from quickbeam.models.weights.packing import PackedWeights
+from quickbeam.models.weights.parameters import Parameters
 
 
 class NativeLinear(nn.Module):

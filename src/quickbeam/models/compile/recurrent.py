@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from quickbeam.models.compiler import StackCompiler
+from quickbeam.models.compile.compiler import StackCompiler
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import BLOCK
+from quickbeam.models.native.pages import StateShape
 from quickbeam.models.native.program import Buffer
-from quickbeam.models.pages import StateShape
 from quickbeam.models.stack import LinearAttention, Recurrent, ShortConv, Stack
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from quickbeam.models.kv import Page, Pool, SequenceCache, SequenceStates
+from quickbeam.models.cache.kv import Page, Pool, SequenceCache, SequenceStates
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, RowList

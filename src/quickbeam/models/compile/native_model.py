@@ -23,15 +23,15 @@ from quickbeam.models.base import (
     inference,
     split,
 )
-from quickbeam.models.compiled import CompiledStack, kv_shapes
+from quickbeam.models.compile.compiled_stack import CompiledStack, kv_shapes
+from quickbeam.models.compile.recurrent import state_shape
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
+from quickbeam.models.native.pages import PagedStore, PagePool
 from quickbeam.models.native.quantised import BFLOAT16
-from quickbeam.models.pages import PagedStore, PagePool
-from quickbeam.models.recurrent import state_shape
 from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import Parameters, linears
-from quickbeam.models.weight_file import WeightFile
+from quickbeam.models.weights.packed_file import WeightFile
+from quickbeam.models.weights.parameters import Parameters, linears
 
 DTYPES = (torch.bfloat16, torch.float32)
 

@@ -19,7 +19,7 @@ from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.library import FORMATS, Kernels
 from quickbeam.models.native.quantised import GROUP, BlockRows, Weight
-from quickbeam.models.tensor_files import TensorFiles
+from quickbeam.models.weights.tensor_files import TensorFiles
 
 AWQ, GPTQ, COMPRESSED, FP8 = "awq", "gptq", "compressed-tensors", "fp8"
 READ = "AWQ (gemm), GPTQ, compressed-tensors (int4, int8, float8), FP8 and gpt-oss's MXFP4"

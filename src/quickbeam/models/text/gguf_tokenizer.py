@@ -11,10 +11,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.eos import known_eos_ids
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.tokenizer import CONTRACTIONS, QWEN2, REST, Tokenizer, split_by
+from quickbeam.models.text.eos import known_eos_ids
+from quickbeam.models.text.tokenizer import CONTRACTIONS, QWEN2, REST, Tokenizer, split_by
+from quickbeam.models.weights.gguf.file import GgufFile
 
 logger = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from quickbeam.models.angles import AngleTable
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, Recurrence
+from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, Packed, Packer
-from quickbeam.models.pages import PagePool
+from quickbeam.models.rotary import AngleTable
 from quickbeam.models.stack import BlockConv, Linear, Norm, Stack
-from quickbeam.models.stack_tensors import norm_weight, rows_of
+from quickbeam.models.weights.parameters import norm_weight, rows_of
 
 Parameter = Callable[[str], torch.Tensor]
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from quickbeam.errors import QuickbeamError
-from quickbeam.models.tensor_files import read_into
-from quickbeam.models.weight_file import ALIGNED
+from quickbeam.models.weights.packed_file import ALIGNED
+from quickbeam.models.weights.tensor_files import read_into
 
 BINARY = getattr(os, "O_BINARY", 0)  # Windows would read text otherwise
 READERS = 2  # threads: one reads while the other hands over its buffer

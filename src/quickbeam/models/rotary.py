@@ -15,7 +15,7 @@ import torch
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.stack import Rotary, Stack
-from quickbeam.models.stack_tensors import query_factors
+from quickbeam.models.weights.parameters import query_factors
 
 logger = logging.getLogger(__name__)
 

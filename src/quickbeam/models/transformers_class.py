@@ -18,11 +18,11 @@ from transformers import (
 )
 
 from quickbeam.errors import InvalidInput, refuse_incomplete
-from quickbeam.models.angles import hold
-from quickbeam.models.gguf.checkpoint import GgufCheckpoint
 from quickbeam.models.opening import open_checkpoint, tokenizer_folder
-from quickbeam.models.stack_tensors import names
-from quickbeam.models.tokenizer import refuse_unconverted
+from quickbeam.models.rotary import hold
+from quickbeam.models.text.tokenizer import refuse_unconverted
+from quickbeam.models.weights.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.weights.parameters import names
 
 MOVING = ("dynamic", "longrope")  # rope types whose angles change with a text's length
 

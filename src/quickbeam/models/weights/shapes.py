@@ -21,7 +21,7 @@ from quickbeam.models.stack import (
     Stack,
     Tensor,
 )
-from quickbeam.models.stack_tensors import experts, linears, rows_of
+from quickbeam.models.weights.parameters import experts, linears, rows_of
 
 
 def refuse_shared_experts(stack: Stack, like: Callable[[str], Any]) -> None:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quickbeam.models.formats import head_format
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK
 from quickbeam.models.native.quantised import BlockRows, Packer, Weight
 from quickbeam.models.stack import Linear, Stack, Tensor
-from quickbeam.models.stack_tensors import Parameters, experts, linears, names, rows_of
+from quickbeam.models.weights.formats import head_format
+from quickbeam.models.weights.parameters import Parameters, experts, linears, names, rows_of
 
 CHUNK = 4 << 20  # bytes of a weight that are packed at once, about: few enough to stay in the cache
 

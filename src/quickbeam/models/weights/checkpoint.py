@@ -21,23 +21,23 @@ import torch
 
 from quickbeam.cache import cache_folder
 from quickbeam.errors import InvalidInput, first_line, refuse_incomplete, some_of
-from quickbeam.models.angles import hold
 from quickbeam.models.families import FAMILIES, stack_of
 from quickbeam.models.families.nearest import undescribed
 from quickbeam.models.families.reading import ATTRIBUTES, PAGE, NotDescribed, check_count
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, Weight
-from quickbeam.models.prequantised import (
+from quickbeam.models.rotary import hold
+from quickbeam.models.stack import Stack
+from quickbeam.models.weights.parameters import Parameters, experts, linears, names
+from quickbeam.models.weights.prequantised import (
     UNREAD,
     QuantisedTensor,
     method_of,
     refuse_mlx,
     refuse_unnamed,
 )
-from quickbeam.models.shapes import check_shapes, expected, refuse_shared_experts
-from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import Parameters, experts, linears, names
-from quickbeam.models.stored import (
+from quickbeam.models.weights.shapes import check_shapes, expected, refuse_shared_experts
+from quickbeam.models.weights.stored import (
     TRANSPOSED,
     PlainTensor,
     Stored,
@@ -46,7 +46,7 @@ from quickbeam.models.stored import (
     located,
     own_names,
 )
-from quickbeam.models.tensor_files import DTYPES, TensorFiles
+from quickbeam.models.weights.tensor_files import DTYPES, TensorFiles
 from quickbeam.mtp import is_mtp
 
 logger = logging.getLogger(__name__)

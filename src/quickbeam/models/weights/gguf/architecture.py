@@ -12,8 +12,8 @@ from typing import Any
 
 from quickbeam.errors import InvalidInput, first_line
 from quickbeam.models.families.reading import NotDescribed, check_count
-from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.gguf.metadata import (
+from quickbeam.models.weights.gguf.file import GgufFile
+from quickbeam.models.weights.gguf.metadata import (
     Metadata,
     chosen,
     gemma4,
