@@ -173,43 +173,32 @@ class Quote(NamedTuple):
     complete: bool
 
 
-class Writer:
-    """Writes conversations, `slots` of them side by side.
-
-    Iterating over it yields them, until all `prompts` are answered or all `tokens` written.
+class DialogueSource:
+    """Begins conversations, and decides when a turn ends and who speaks next.
 
     - `encode`: returns the token ids of a text.
     - `template`: what the model's own questions need. None: the `prompts` are answered.
     - `stops`: the ids that end a turn.
     - `prompts`: conversations in token ids whose last turn is the user's, in place of the model's
       own questions.
-    - `tokens`: how many are wanted. No conversation is begun that is likely not needed.
-    - `stepped`: called after every pass with the number of tokens in conversations that are not
-      complete yet.
+    - `random`: makes all choices.
 
     Raises `InvalidInput` if the template or all prompts are longer than a conversation may be.
     """
 
     def __init__(
         self,
-        model: Model,
-        slots: int,
         encode: Callable[[str], list[int]],
         template: Template | None,
         stops: frozenset[int],
         recipe: TextRecipe,
-        prompts: Sequence[list[int]] | None = None,
-        tokens: int | None = None,
-        stepped: Callable[[int], None] = lambda unfinished: None,
+        prompts: Sequence[list[int]] | None,
     ) -> None:
-        if (limit := model.context_length) is not None:
-            recipe = replace(recipe, length=min(recipe.length, limit))
         if template is not None and len(template.begin + template.reply) >= recipe.length:
             raise InvalidInput(
                 f"the chat template alone fills {recipe.length} tokens: raise --length"
             )
-        self._model = model
-        self._slots = slots
+        self.random = random.Random(recipe.seed)
         self._template = template
         self._stops = stops
         self._recipe = recipe
@@ -229,7 +218,140 @@ class Writer:
                     f"every prompt is longer than {recipe.length} tokens: raise --length"
                 )
             self._prompts = iter(fitting)
-        self._random = random.Random(recipe.seed)
+
+    def begin(self) -> Dialogue | None:
+        """Return a conversation to begin with; None if all prompts are answered."""
+        temperature = 0.0 if self.random.random() < 0.5 else self.random.random()
+        if self._prompts is not None:
+            prompt = next(self._prompts, None)
+            return None if prompt is None else Dialogue(prompt, temperature, answering=True)
+        assert self._template is not None
+        begin = self._template.begin
+        share = self._recipe.quote
+        draw = self.random.random()
+        if self._documents and share <= draw < 1.5 * share:
+            words = self._template.raw + self.random.choice(self._documents)
+            return Dialogue(words, DOCUMENT_TEMPERATURE, answering=True, document=True)
+        if self._past_answers and draw < share:
+            words, complete = self._quote()
+            reply = self._template.reply if complete else []
+            return Dialogue(begin + words + reply, temperature, answering=complete)
+        return Dialogue(begin + self._opener(), temperature)
+
+    def end_turn(self, dialogue: Dialogue) -> bool:
+        """Return whether a turn has ended. Then the other speaker goes on, or all is `over`."""
+        if len(dialogue.tokens) >= self._recipe.length:
+            dialogue.over = True
+            return True
+        if dialogue.document:
+            return self._end_document(dialogue)
+        if dialogue.answering:
+            return self._end_answer(dialogue)
+        return self._end_question(dialogue)
+
+    def _end_document(self, dialogue: Dialogue) -> bool:
+        stopped = dialogue.tokens[-1] in self._stops
+        repeating = dialogue.repeated >= self._recipe.repetition
+        dialogue.over = stopped or repeating or dialogue.turn_length >= DOCUMENT
+        if dialogue.over and dialogue.turn_length > LEAST_QUOTABLE:
+            begin = len(self._template.raw) if self._template else 0
+            end = len(dialogue.tokens) - stopped
+            self._past_documents.append(dialogue.tokens[begin:end])
+        return dialogue.over
+
+    def _end_answer(self, dialogue: Dialogue) -> bool:
+        if dialogue.repeated >= self._recipe.repetition:
+            dialogue.over = True
+            return True
+        if dialogue.tokens[-1] not in self._stops:
+            return False
+        if dialogue.turn_length > LEAST_QUOTABLE:
+            self._past_answers.append(dialogue.tokens[-dialogue.turn_length : -1])
+        # half of the conversations that are not too long go on
+        too_long = len(dialogue.tokens) > self._recipe.length * 0.6
+        if self._template is None or too_long or self.random.random() < 0.5:
+            dialogue.over = True
+        else:
+            self._hand_over(dialogue, self._template.again, self._opener())
+        return True
+
+    def _end_question(self, dialogue: Dialogue) -> bool:
+        stopped = dialogue.tokens[-1] in self._stops
+        if not stopped and dialogue.turn_length < self._recipe.question:
+            return False
+        assert self._template is not None
+        self._hand_over(dialogue, self._template.reply)
+        return True
+
+    def _hand_over(self, dialogue: Dialogue, between: list[int], words: Sequence[int] = ()) -> None:
+        """Give the turn to the other speaker, who begins with `words`.
+
+        The template says `between` before them. Its first token may be there already.
+        """
+        is_there = between[:1] == dialogue.tokens[-1:]
+        capacity = self._recipe.length - len(dialogue.tokens)
+        words = [*between[is_there:], *words][:capacity]
+        dialogue.tokens += words
+        dialogue.answer += [False] * len(words)
+        dialogue.answering = not dialogue.answering
+        dialogue.turn_length = 0
+        dialogue.over = len(dialogue.tokens) >= self._recipe.length
+
+    def _quote(self) -> tuple[list[int], bool]:
+        """Return a user turn around a text, and whether the turn is complete.
+
+        The text is made of one or several earlier answers or documents.
+        """
+        quote = self.random.choice(self._quotes)
+        length = int(self._recipe.length * self.random.uniform(0.1, 2 / 3))
+        texts = self._past_answers
+        if self._past_documents and self.random.random() < 2 / 3:
+            texts = self._past_documents
+        passage = list[int]()
+        for text in self.random.sample(texts, len(texts)):
+            if len(passage) >= length:
+                break
+            passage += (self._paragraph if passage else []) + text
+        return quote.before + passage[:length] + quote.after, quote.complete
+
+    def _opener(self) -> list[int]:
+        """Return words with which a user begins, for half of the turns none."""
+        if self._openers and self.random.random() < 0.5:
+            return self.random.choice(self._openers)
+        return []
+
+
+class Writer:
+    """Writes conversations, `slots` of them side by side.
+
+    Iterating over it yields them, until all `prompts` are answered or all `tokens` written.
+
+    - `encode`, `template`, `stops`, `prompts`: see `DialogueSource`.
+    - `tokens`: how many are wanted. No conversation is begun that is likely not needed.
+    - `stepped`: called after every pass with the number of tokens in conversations that are not
+      complete yet.
+
+    Raises `InvalidInput` as `DialogueSource` does.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        slots: int,
+        encode: Callable[[str], list[int]],
+        template: Template | None,
+        stops: frozenset[int],
+        recipe: TextRecipe,
+        prompts: Sequence[list[int]] | None = None,
+        tokens: int | None = None,
+        stepped: Callable[[int], None] = lambda unfinished: None,
+    ) -> None:
+        if (limit := model.context_length) is not None:
+            recipe = replace(recipe, length=min(recipe.length, limit))
+        self._model = model
+        self._slots = slots
+        self._recipe = recipe
+        self._source = DialogueSource(encode, template, stops, recipe, prompts)
         self._wanted = tokens
         self._stepped = stepped
         self._complete_tokens = 0  # of complete conversations
@@ -273,14 +395,14 @@ class Writer:
         if len(token_ids) == dialogue.turn_length:  # its prompt is being read
             return False
         dialogue.append(token_ids[-1])
-        return self._end_turn(dialogue)
+        return self._source.end_turn(dialogue)
 
     def _request(self, dialogue: Dialogue) -> Request:
         """Return the request of a turn."""
         params = SamplingParams(
             max_tokens=self._recipe.length - len(dialogue.tokens),
             temperature=dialogue.temperature if dialogue.answering else USER_TEMPERATURE,
-            seed=self._random.getrandbits(63),
+            seed=self._source.random.getrandbits(63),
             ignore_eos=True,
         )
         sampler = Sampler(params, (), self._model.vocab_size)
@@ -290,7 +412,7 @@ class Writer:
     def _fill(self, engine: Engine, running: dict[SequenceState, Dialogue]) -> None:
         """Begin conversations while slots are free and text is wanted."""
         while len(running) < self._slots and not self._enough(running.values()):
-            dialogue = self._new_dialogue()
+            dialogue = self._source.begin()
             if dialogue is None:
                 break
             if len(dialogue.tokens) < self._recipe.length:
@@ -307,104 +429,3 @@ class Writer:
         half = self._recipe.length // 2
         expected = sum(max(half, len(dialogue.tokens)) for dialogue in running)
         return self._complete_tokens + expected >= self._wanted
-
-    def _new_dialogue(self) -> Dialogue | None:
-        """Return a conversation to begin with; None if all prompts are answered."""
-        temperature = 0.0 if self._random.random() < 0.5 else self._random.random()
-        if self._prompts is not None:
-            prompt = next(self._prompts, None)
-            return None if prompt is None else Dialogue(prompt, temperature, answering=True)
-        assert self._template is not None
-        begin = self._template.begin
-        share = self._recipe.quote
-        draw = self._random.random()
-        if self._documents and share <= draw < 1.5 * share:
-            words = self._template.raw + self._random.choice(self._documents)
-            return Dialogue(words, DOCUMENT_TEMPERATURE, answering=True, document=True)
-        if self._past_answers and draw < share:
-            words, complete = self._quote()
-            reply = self._template.reply if complete else []
-            return Dialogue(begin + words + reply, temperature, answering=complete)
-        return Dialogue(begin + self._opener(), temperature)
-
-    def _quote(self) -> tuple[list[int], bool]:
-        """Return a user turn around a text, and whether the turn is complete.
-
-        The text is made of one or several earlier answers or documents.
-        """
-        quote = self._random.choice(self._quotes)
-        length = int(self._recipe.length * self._random.uniform(0.1, 2 / 3))
-        texts = self._past_answers
-        if self._past_documents and self._random.random() < 2 / 3:
-            texts = self._past_documents
-        passage = list[int]()
-        for text in self._random.sample(texts, len(texts)):
-            if len(passage) >= length:
-                break
-            passage += (self._paragraph if passage else []) + text
-        return quote.before + passage[:length] + quote.after, quote.complete
-
-    def _opener(self) -> list[int]:
-        """Return words with which a user begins, for half of the turns none."""
-        if self._openers and self._random.random() < 0.5:
-            return self._random.choice(self._openers)
-        return []
-
-    def _end_turn(self, dialogue: Dialogue) -> bool:
-        """Return whether a turn has ended. Then the other speaker goes on, or all is `over`."""
-        if len(dialogue.tokens) >= self._recipe.length:
-            dialogue.over = True
-            return True
-        if dialogue.document:
-            return self._end_document(dialogue)
-        if dialogue.answering:
-            return self._end_answer(dialogue)
-        return self._end_question(dialogue)
-
-    def _end_document(self, dialogue: Dialogue) -> bool:
-        stopped = dialogue.tokens[-1] in self._stops
-        repeating = dialogue.repeated >= self._recipe.repetition
-        dialogue.over = stopped or repeating or dialogue.turn_length >= DOCUMENT
-        if dialogue.over and dialogue.turn_length > LEAST_QUOTABLE:
-            begin = len(self._template.raw) if self._template else 0
-            end = len(dialogue.tokens) - stopped
-            self._past_documents.append(dialogue.tokens[begin:end])
-        return dialogue.over
-
-    def _end_answer(self, dialogue: Dialogue) -> bool:
-        if dialogue.repeated >= self._recipe.repetition:
-            dialogue.over = True
-            return True
-        if dialogue.tokens[-1] not in self._stops:
-            return False
-        if dialogue.turn_length > LEAST_QUOTABLE:
-            self._past_answers.append(dialogue.tokens[-dialogue.turn_length : -1])
-        # half of the conversations that are not too long go on
-        too_long = len(dialogue.tokens) > self._recipe.length * 0.6
-        if self._template is None or too_long or self._random.random() < 0.5:
-            dialogue.over = True
-        else:
-            self._hand_over(dialogue, self._template.again, self._opener())
-        return True
-
-    def _end_question(self, dialogue: Dialogue) -> bool:
-        stopped = dialogue.tokens[-1] in self._stops
-        if not stopped and dialogue.turn_length < self._recipe.question:
-            return False
-        assert self._template is not None
-        self._hand_over(dialogue, self._template.reply)
-        return True
-
-    def _hand_over(self, dialogue: Dialogue, between: list[int], words: Sequence[int] = ()) -> None:
-        """Give the turn to the other speaker, who begins with `words`.
-
-        The template says `between` before them. Its first token may be there already.
-        """
-        is_there = between[:1] == dialogue.tokens[-1:]
-        capacity = self._recipe.length - len(dialogue.tokens)
-        words = [*between[is_there:], *words][:capacity]
-        dialogue.tokens += words
-        dialogue.answer += [False] * len(words)
-        dialogue.answering = not dialogue.answering
-        dialogue.turn_length = 0
-        dialogue.over = len(dialogue.tokens) >= self._recipe.length
