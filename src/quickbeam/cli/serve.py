@@ -168,9 +168,9 @@ async def answer(
     answering: AbstractAsyncContextManager[Answer]
     if replicas.ray:
         with needs("ray,serve", "--ray"):
-            from quickbeam.batch import ray
+            from quickbeam.serve import actors
         wanted = {**loading.arguments(), "max_running": replicas.max_running}
-        answering = ray.replicas(replicas.replicas, files.served_name, wanted, replicas.threads)
+        answering = actors.replicas(replicas.replicas, files.served_name, wanted, replicas.threads)
     else:
         with needs("serve", "answering requests"):
             from quickbeam.serve.app import InProcessServer
