@@ -162,8 +162,8 @@ async def answer(
     answering: AbstractAsyncContextManager[Answer]
     if replicas.ray:
         with needs("ray,serve", "--ray"):
-            from quickbeam.batch import ray
-        answering = ray.replicas(
+            from quickbeam.serve import actors
+        answering = actors.replicas(
             replicas.replicas, files.served_name, arguments(loading), replicas.threads
         )
     else:

@@ -97,7 +97,7 @@ class Runner:
         if self.settings.default_temperature is not None:
             self.defaults["temperature"] = self.settings.default_temperature
         logger.info("sampling of requests that don't say: %s", self.defaults)
-        self.gate.places = llm.engine.scheduler.most
+        self.gate.max_running = llm.engine.scheduler.most
         self.metrics.watch(llm.engine, lambda: self.heartbeat)
         if self.gate.phase == "starting":
             self.gate.phase = "ready"

@@ -1,4 +1,4 @@
-"""Replicas of a model on Ray, for `quickbeam batch` and as an actor for Ray Data."""
+"""Ray actors that answer requests: replicas for `quickbeam batch`, and an actor for Ray Data."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from quickbeam.llm import LLM
 from quickbeam.serve.app import InProcessServer
 
 # CPUs that Ray reserves for a replica. Its threads decide how many it really uses. A half leaves
-# room for the tasks that read and write data.
+# capacity for the tasks that read and write data.
 CPUS = 0.5
-FIELDS = {"messages": CHAT, "input": RESPONSES, "prompt": COMPLETIONS}
+URL_BY_FIELD = {"messages": CHAT, "input": RESPONSES, "prompt": COMPLETIONS}
 RESTARTS = 10  # of a replica that dies, until the run is given up
 
 
@@ -46,27 +46,27 @@ async def replicas(
     """
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        kind: Any = ray.remote(BatchReplica).options(
+        actor_class: Any = ray.remote(BatchReplica).options(
             num_cpus=CPUS,
             num_gpus=0,
             max_restarts=RESTARTS,
             max_task_retries=-1,
             runtime_env=environment(threads),
         )
-        actors = [kind.remote(name, options) for _ in range(count)]
-        pending = [0] * count
+        actors = [actor_class.remote(name, options) for _ in range(count)]
+        unanswered = [0] * count
 
         async def answer(url: str, body: dict[str, Any]) -> Reply:
-            least = min(range(count), key=pending.__getitem__)
-            pending[least] += 1
+            index = unanswered.index(min(unanswered))
+            unanswered[index] += 1
             try:
-                reply: Reply = await actors[least].answer.remote(url, body)
+                reply: Reply = await actors[index].answer.remote(url, body)
                 return reply
             except RayError as error:
                 why = str(error).strip().splitlines()[-1]
                 raise QuickbeamError(f"a replica failed: {why}") from error
             finally:
-                pending[least] -= 1
+                unanswered[index] -= 1
 
         yield answer
     finally:
@@ -84,41 +84,44 @@ class QuickbeamActor:
     def __init__(
         self, column: str = "prompt", params: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
-        self._column, self._params = column, dict(params or {})
-        self._field = column if column in FIELDS else "prompt"
+        self._column = column
+        self._field = column if column in URL_BY_FIELD else "prompt"
+        self._params = dict(params or {})
         self._loop = asyncio.new_event_loop()
-        self._answering = InProcessServer(LLM(**options))
+        self._server = InProcessServer(LLM(**options))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch of columns with the columns `answer` and `error` added."""
-        replies = self._loop.run_until_complete(self._all(batch[self._column]))
-        good = [(one.status == 200, one.body) for one in replies]
-        texts = [_text(body) if ok else None for ok, body in good]
-        errors = [None if ok else body["error"]["message"] for ok, body in good]
-        return {**batch, "answer": texts, "error": errors}
+        replies = self._loop.run_until_complete(self._answer_all(batch[self._column]))
+        answers = list[str | None]()
+        errors = list[str | None]()
+        for reply in replies:
+            succeeded = reply.status == 200
+            answers.append(_text(reply.body) if succeeded else None)
+            errors.append(None if succeeded else reply.body["error"]["message"])
+        return {**batch, "answer": answers, "error": errors}
 
-    async def _all(self, values: Iterable[Any]) -> list[Reply]:
-        url, bodies = FIELDS[self._field], [{self._field: _plain(value)} for value in values]
-        answers = [self._answering.answer(url, {**self._params, **body}) for body in bodies]
-        return await asyncio.gather(*answers)
+    async def _answer_all(self, values: Iterable[Any]) -> list[Reply]:
+        url = URL_BY_FIELD[self._field]
+        bodies = [{**self._params, self._field: _json_value(value)} for value in values]
+        return await asyncio.gather(*(self._server.answer(url, body) for body in bodies))
 
 
 def _text(body: dict[str, Any]) -> str:
     """Return the text of a response, from its first choice if it has several."""
     if "output" in body:
-        return "".join(
-            part["text"]
-            for item in body["output"]
-            if item["type"] == "message"
-            for part in item["content"]
-        )
+        messages = [item for item in body["output"] if item["type"] == "message"]
+        return "".join(part["text"] for message in messages for part in message["content"])
     choice = body["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"] or "")
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Return a column's value in the types of JSON; its lists and dictionaries may be arrays."""
-    value = value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return [_json_value(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _json_value(item) for key, item in value.items()}
+    return value
