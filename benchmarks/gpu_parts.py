@@ -29,6 +29,7 @@ from quickbeam.bench.throughput import TimedRequest, figures, fitting, serve
 from quickbeam.config import LLMOptions
 from quickbeam.drafters.loading import load_drafter
 from quickbeam.engine.output import NullTokenizer
+from quickbeam.models import builtin
 from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.families import stack_of
 from quickbeam.models.native.operands import KVShape
@@ -402,7 +403,7 @@ def measure_pass(
 def model_part(given: Namespace, put: Put) -> None:
     """Fetch and convert the default model, where another one isn't named."""
     if given.model is None and not given.small:
-        put("folder", str(hub.pull()))
+        put("folder", str(builtin.pull()))
 
 
 def opened(given: Namespace, sizes: Sizes, put: Put) -> LLM:

@@ -28,6 +28,7 @@ from cases import refuses
 from checkpoints import LLAMA3, configure, rewrite
 from quickbeam import LLM
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.hub.mtp import index_of
 from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families import FAMILIES, describe, stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
@@ -38,7 +39,6 @@ from quickbeam.models.text.tokenizer import Tokenizer, load_tokenizer
 from quickbeam.models.weights.checkpoint import Checkpoint, read_config
 from quickbeam.models.weights.parameters import names
 from quickbeam.models.weights.tensor_files import TensorFiles
-from quickbeam.mtp import index_of
 from quickbeam.params import SamplingParams
 from scripts import cli
 from target import logits_of

@@ -17,7 +17,6 @@ import typer
 from typer.testing import CliRunner
 
 import fake_llm
-from quickbeam import hub
 from quickbeam.cli import train
 from quickbeam.cli.app import app
 from quickbeam.cli.common import loading_progress, save, statistics_text
@@ -27,6 +26,7 @@ from quickbeam.engine.result import Completion, SourceCount, Statistics
 from quickbeam.errors import QuickbeamError
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import METHODS
+from quickbeam.models import builtin
 from quickbeam.params import SamplingParams
 from quickbeam.train import stages
 from quickbeam.train.block import HeldOutMetrics
@@ -413,7 +413,7 @@ def test_without_a_terminal_what_happens_once_is_a_line(run, capsys, monkeypatch
         progress(f"downloading {name} (93 MB, once)", None)
         return Path("there")
 
-    monkeypatch.setattr(hub, "pull", pull)
+    monkeypatch.setattr(builtin, "pull", pull)
     assert run("pull").stderr == "downloading smollm2-135m (93 MB, once)\n"
 
 

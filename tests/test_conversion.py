@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cases import refuses
 from gguf_files import model_of, turned, write
 from quickbeam import LLM
-from quickbeam.cache import is_complete
-from quickbeam.conversion import convert
+from quickbeam.hub.cache import is_complete
 from quickbeam.models.transformers_class import load_model
+from quickbeam.models.weights.gguf.convert import convert
 
 CPU = torch.device("cpu")
 ENDS = ("<|im_end|>", "<|endoftext|>")

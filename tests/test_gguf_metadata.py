@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cases import refuses
 from gguf_files import model_of, write
 from quickbeam import LLM, SamplingParams
-from quickbeam.conversion import convert
 from quickbeam.models.native import library
 from quickbeam.models.text.gguf_tokenizer import load_tokenizer
 from quickbeam.models.weights.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.weights.gguf.convert import convert
 from quickbeam.models.weights.gguf.file import GgufFile
 from test_gguf import distance
 

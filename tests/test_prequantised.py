@@ -21,6 +21,7 @@ from cases import refuses, spread
 from checkpoints import configure
 from models import SIZES, tiny
 from quickbeam.errors import InvalidInput
+from quickbeam.hub.mtp import SINGLE
 from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
@@ -31,7 +32,6 @@ from quickbeam.models.weights.prequantised import QuantisedTensor, QuantMethod
 from quickbeam.models.weights.shapes import refuse_shared_experts
 from quickbeam.models.weights.stored import dense, located
 from quickbeam.models.weights.tensor_files import TensorFiles
-from quickbeam.mtp import SINGLE
 from quickbeam.params import SamplingParams
 from streaming import alike, limits, on_disk
 from target import Target, logits_of

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 from cases import FULL, before, refuses
 from models import tiny
-from quickbeam import cache
-from quickbeam.cache import file_key
 from quickbeam.errors import QuickbeamError
+from quickbeam.hub import cache
+from quickbeam.hub.cache import file_key
 from quickbeam.models import memory
 from quickbeam.models.families import describe
 from quickbeam.models.memory import HUGE

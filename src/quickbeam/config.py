@@ -15,7 +15,6 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypedDict, TypeVar
 
-from quickbeam.cache import Progress
 from quickbeam.errors import InvalidInput, did_you_mean
 from quickbeam.params import FLAG, Rules, SamplingParams, check_values, is_text, optional, whole
 
@@ -29,6 +28,9 @@ FULL, FREQUENCY, CLUSTERS, ROUTER, CONTEXT = "full", "frequency", "clusters", "r
 VOCABS = (FULL, FREQUENCY, FREQUENCY + CONTEXT, "context", CLUSTERS, ROUTER)
 # `frequency+context` where the drafter comes with a list of frequent tokens, else `full`
 SHORTENED = "shortened"
+
+ReportProgress = Callable[[str, "float | None"], None]
+"""Called with the stage in a few words, and the share of it that is done, 0 to 1 (or None)."""
 
 # nodes of a draft tree, the root included; auto: as many as pay, by measured cost
 Budget: TypeAlias = int | Literal["auto"]
@@ -186,7 +188,7 @@ class LLMOptions(EngineOptions, DrafterOptions, ModelOptions):
 
     method: str = field(default="auto", kw_only=False, metadata={"metavar": "NAME", "common": True})
     """How tokens are drafted: a name of the table of methods."""
-    progress: Progress | None = field(default=None, kw_only=True, metadata={"option": False})
+    progress: ReportProgress | None = field(default=None, kw_only=True, metadata={"option": False})
     """Called as `progress(stage, fraction)` while a built-in model is fetched and while the native
     kernels are compiled."""
 

@@ -13,12 +13,12 @@ from tqdm.auto import tqdm
 from typing_extensions import Self, Unpack
 
 from quickbeam import hub
-from quickbeam.cache import Progress
 from quickbeam.config import (
     CallArgs,
     CallOptions,
     ChatArgs,
     LLMOptions,
+    ReportProgress,
     check_call,
     optional_bytes,
     takes,
@@ -38,8 +38,10 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.grammar.compiler import GrammarCompiler
 from quickbeam.grammar.spec import Grammar
+from quickbeam.hub.mtp import MTP
 from quickbeam.machine import in_own_thread
 from quickbeam.methods import check_options, max_nodes, stand_in
+from quickbeam.models import builtin
 from quickbeam.models.base import Model
 from quickbeam.models.memory import free_memory
 from quickbeam.models.native import choice as kernel_choice
@@ -55,7 +57,6 @@ from quickbeam.models.text.prompts import (
     prompt_ids,
 )
 from quickbeam.models.weights.formats import pick_device, refuse_memory, refuse_place, wanted_dtype
-from quickbeam.mtp import MTP
 from quickbeam.params import SamplingParams, check_values, optional, whole
 from quickbeam.sampling import Sampler, bad_word_ids
 
@@ -105,7 +106,7 @@ class LLM:
         if options.memory is not None:
             refuse_memory(device, dtype)
         prepare_kernels(device, dtype, progress)
-        folder = str(hub.resolve(options.source, progress))
+        folder = str(builtin.resolve(options.source, progress))
         if progress is not None:
             progress(f"loading {name}", None)
         loaded = in_own_thread(
@@ -485,7 +486,7 @@ class LLM:
 
 
 def prepare_kernels(
-    device: torch.device, dtype: torch.dtype | None, progress: Progress | None = None
+    device: torch.device, dtype: torch.dtype | None, progress: ReportProgress | None = None
 ) -> None:
     """Compile the native kernels, if a model of this number format (None: its own) uses them."""
     kernel_choice.requested()  # raises for unknown words, even where no kernels are used

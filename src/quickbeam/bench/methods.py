@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Union
 
 from quickbeam.config import Budget, check_vocab, plain_vocab
 from quickbeam.errors import InvalidInput
-from quickbeam.hub import DEFAULT, resolve, shipped_drafter
+from quickbeam.hub import DEFAULT, shipped_drafter
 from quickbeam.methods import METHODS, check_method, stand_in
+from quickbeam.models.builtin import resolve
 from quickbeam.params import COUPLED, SamplingParams
 
 if TYPE_CHECKING:  # `quickbeam --help` imports this file, and torch takes seconds to import

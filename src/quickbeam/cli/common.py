@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from quickbeam import cache, hub
-from quickbeam.config import LLMOptions, check_vocab
+from quickbeam import hub
+from quickbeam.config import LLMOptions, ReportProgress, check_vocab
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.grammar.spec import Grammar
+from quickbeam.hub.mtp import MTP
 from quickbeam.methods import METHODS, check_options, preset
-from quickbeam.mtp import MTP
 
 if TYPE_CHECKING:
     from quickbeam.engine.result import Completion
@@ -172,7 +172,7 @@ def say(text: str) -> None:
 @contextmanager
 def progress_bar(
     first: str, by_itself: bool = True, written: bool = False
-) -> Iterator[cache.Progress]:
+) -> Iterator[ReportProgress]:
     """Show a line on stderr that says what is going on, and remove it at the end.
 
     Yields the callback that changes the line. What is written to stderr meanwhile stands above the
@@ -199,7 +199,7 @@ def progress_bar(
         yield report
 
 
-def written_stages() -> cache.Progress:
+def written_stages() -> ReportProgress:
     """Return a callback that writes each stage to stderr, once, in a line. Loading is none."""
     seen = set[str]()
 
@@ -212,7 +212,7 @@ def written_stages() -> cache.Progress:
 
 
 @contextmanager
-def loading_progress(*names: str | PathLike[str] | None) -> Iterator[cache.Progress]:
+def loading_progress(*names: str | PathLike[str] | None) -> Iterator[ReportProgress]:
     """Show on stderr that the models of these names are loaded; the first is the target's."""
     known = (None, MTP, *hub.EMBEDDED)
     absent = [

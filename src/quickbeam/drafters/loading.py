@@ -10,7 +10,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from quickbeam import hub
 from quickbeam.drafters.assistant import is_assistant, load_assistant
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
@@ -21,11 +20,12 @@ from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.mtp import load_mtp
 from quickbeam.errors import InvalidInput
+from quickbeam.hub.mtp import MTP
+from quickbeam.models import builtin
 from quickbeam.models.base import Model
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
 from quickbeam.models.weights.checkpoint import WANTED, local_folder
-from quickbeam.mtp import MTP
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def load_drafter(
         _refuse_weights(name, weights)
         file = Path(model).expanduser()
         return load_mtp(file if file.suffix == ".gguf" else local_folder(model, None), target)
-    place = Path(hub.resolve(name, progress)).expanduser()
+    place = Path(builtin.resolve(name, progress)).expanduser()
     if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
         place = local_folder(name, None, [*WANTED, MASK])
     if place.is_dir() and is_assistant(place):

@@ -20,6 +20,7 @@ from quickbeam.drafters.folder import named_errors
 from quickbeam.drafters.native import CompiledDrafter, DrafterParameters, NativePacker
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput, refuse_incomplete
+from quickbeam.hub.mtp import MTP, QWEN, MtpLayout, is_mtp, mtp_layout
 from quickbeam.models.base import Batch, Model
 from quickbeam.models.compile.compiled_stack import NativeLinear, kv_shapes
 from quickbeam.models.compile.native_model import NativeModel, list_rows
@@ -40,7 +41,6 @@ from quickbeam.models.weights.prequantised import method_of
 from quickbeam.models.weights.shapes import expected
 from quickbeam.models.weights.stored import Stored, located, own_names
 from quickbeam.models.weights.tensor_files import TensorFiles
-from quickbeam.mtp import MTP, QWEN, MtpLayout, is_mtp, mtp_layout
 
 NO_HEAD = (
     "its files hold no MTP head of a known layout (Qwen3-Next's and Qwen3.5's, DeepSeek-V3's and "

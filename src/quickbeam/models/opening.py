@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from quickbeam import hub
-from quickbeam.cache import Progress
+from quickbeam.config import ReportProgress
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import CHUNK, Model
 from quickbeam.models.compile.native_model import NativeModel, why_not_native
@@ -115,7 +115,7 @@ def open_model(
     *,
     weights: str = BFLOAT16,
     memory: int | None = None,
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
     revision: str | None = None,
 ) -> LoadedModel:
     """Load a model from a folder, a `.gguf` file or a Hugging Face id.
@@ -156,7 +156,7 @@ def tokenizer_folder(checkpoint: Checkpoint | AdaptedCheckpoint) -> Path:
 
 
 def _native(
-    checkpoint: AnyCheckpoint, weights: str, memory: int | None, progress: Progress | None
+    checkpoint: AnyCheckpoint, weights: str, memory: int | None, progress: ReportProgress | None
 ) -> NativeModel:
     stack, name = checkpoint.stack, weights_format(weights, checkpoint.dtype)
     if memory is not None:

@@ -22,11 +22,11 @@ from typing_extensions import Self
 
 from quickbeam import __version__, hub
 from quickbeam.aio import AsyncLLM, AsyncStream, Closed
-from quickbeam.cache import cache_folder, file_key, split_files
 from quickbeam.engine.result import Completion
 from quickbeam.engine.stream import Delta, Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
+from quickbeam.hub.cache import cache_folder, file_key, split_files
 from quickbeam.llm import LLM
 from quickbeam.models.weights.adapters import base_of
 from quickbeam.params import SamplingParams

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from quickbeam import hub
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_files import is_block, load_block
 from quickbeam.drafters.folder import TargetParts, embed_scale
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
+from quickbeam.models import builtin
 from quickbeam.models.opening import open_model
 from quickbeam.models.text.chat_template import for_template
 from quickbeam.models.weights.formats import pick_device
@@ -45,7 +45,7 @@ class TextStage:
     def __init__(self, plan: Plan) -> None:
         opening_words("questions", plan.languages)  # refused before anything is loaded
         self.plan = plan
-        folder, device = hub.resolve(plan.model), pick_device(None)
+        folder, device = builtin.resolve(plan.model), pick_device(None)
         opened = open_model(folder, torch.bfloat16, device)
         self._model, self._tokenizer = opened.model, opened.tokenizer
         self._stops = opened.ends

@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from quickbeam import hub
 from quickbeam.drafters.folder import embed_scale
 from quickbeam.errors import InvalidInput
+from quickbeam.models import builtin
 from quickbeam.models.base import check_layers
 from quickbeam.models.torch.pages import to_device
 from quickbeam.models.transformers_class import load_model
@@ -255,7 +255,7 @@ def load_target(model: str | None, device: torch.device) -> tuple[PreTrainedMode
     `x @ head` and 19 for `x @ head.T`, and 150 in float32.
     """
     dtype = torch.bfloat16 if fast_bfloat16(device) else torch.float32
-    return load_model(hub.resolve(model), dtype, device)
+    return load_model(builtin.resolve(model), dtype, device)
 
 
 def fast_bfloat16(device: torch.device) -> bool:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from quickbeam import hub
 from quickbeam.errors import InvalidInput, first_line
+from quickbeam.models import builtin
 from quickbeam.models.native.quantised import BlockRows, Weight
 from quickbeam.models.weights.checkpoint import Checkpoint, local_folder, read_json
 from quickbeam.models.weights.parameters import Parameters, names
@@ -310,7 +310,7 @@ def _base(fields: dict[str, Any]) -> Path:
     if not isinstance(base, str) or not base:
         raise InvalidInput(f"it holds an adapter, and its {CONFIG} names no model for it: {MERGE}")
     try:
-        folder = local_folder(hub.resolve(base), fields.get("revision"))
+        folder = local_folder(builtin.resolve(base), fields.get("revision"))
         if (folder / "config.json").is_file():
             return folder
         reason = f"{folder} is no folder of a model"

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from quickbeam.cache import cache_folder
 from quickbeam.errors import InvalidInput, first_line, refuse_incomplete, some_of
+from quickbeam.hub.cache import cache_folder
+from quickbeam.hub.mtp import is_mtp
 from quickbeam.models.families import FAMILIES, stack_of
 from quickbeam.models.families.nearest import undescribed
 from quickbeam.models.families.reading import ATTRIBUTES, PAGE, NotDescribed, check_count
@@ -47,7 +48,6 @@ from quickbeam.models.weights.stored import (
     own_names,
 )
 from quickbeam.models.weights.tensor_files import DTYPES, TensorFiles
-from quickbeam.mtp import is_mtp
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from quickbeam.cache import Progress, alone, cache_folder, file_key, sweep
+from quickbeam.config import ReportProgress
 from quickbeam.errors import QuickbeamError
+from quickbeam.hub.cache import alone, cache_folder, file_key, sweep
 from quickbeam.models.memory import map_file, room_for_weights
 from quickbeam.models.native import build
 from quickbeam.models.weights.tensor_files import read_into
@@ -37,7 +38,7 @@ class WeightFile:
     weights are packed.
     """
 
-    def __init__(self, path: Path | None, progress: Progress | None = None) -> None:
+    def __init__(self, path: Path | None, progress: ReportProgress | None = None) -> None:
         self.path, self.mapped = path, False  # whether what was read is mapped
         self.progress = progress or (lambda stage, fraction: None)
 
@@ -47,7 +48,7 @@ class WeightFile:
         folder: str,
         commit: str | None,
         kind: str,
-        progress: Progress | None,
+        progress: ReportProgress | None,
         base: Path | None = None,
     ) -> WeightFile:
         """Return the file of a checkpoint.

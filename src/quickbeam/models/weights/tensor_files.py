@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 
 from quickbeam.errors import InvalidInput, QuickbeamError, first_line
+from quickbeam.hub.mtp import INDEX, SINGLE, index_of
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.mtp import INDEX, SINGLE, index_of
 
 DTYPES = {
     "BF16": torch.bfloat16,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 
-from quickbeam.mtp import MtpLayout
+from quickbeam.hub.mtp import MtpLayout
 
 ANGLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 BESIDE_TEXT = ("v.", "mm.", "a.")  # how the names of what reads images and sound begin

