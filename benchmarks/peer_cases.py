@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from quickbeam import hub
-from quickbeam.cli.common import FORMATS
+from quickbeam.config import WEIGHTS
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.methods import preset
 
-BITS = dict(zip((16, 8, 4), FORMATS, strict=True))
+BITS = dict(zip((16, 8, 4), WEIGHTS, strict=True))
 TYPES = {16: "BF16", 8: "Q8_0", 4: "Q4_0"}  # of llama-quantize
 SHORT = "--spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 8"  # the defaults are 12 and 48
 DRAFTING = "--spec-type {} -md {{draft}} --spec-draft-n-max 8"

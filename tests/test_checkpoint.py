@@ -28,16 +28,16 @@ from cases import refuses
 from checkpoints import LLAMA3, configure, rewrite
 from quickbeam import LLM
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.models.angles import Angles, frequencies, hold
-from quickbeam.models.checkpoint import Checkpoint, read_config
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families import FAMILIES, describe, stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import dense_rows
-from quickbeam.models.native_model import NativeModel
-from quickbeam.models.stack_tensors import names
-from quickbeam.models.tensor_files import TensorFiles
-from quickbeam.models.tokenizer import Tokenizer, load_tokenizer
+from quickbeam.models.rotary import Angles, frequencies, hold
+from quickbeam.models.text.tokenizer import Tokenizer, load_tokenizer
+from quickbeam.models.weights.checkpoint import Checkpoint, read_config
+from quickbeam.models.weights.parameters import names
+from quickbeam.models.weights.tensor_files import TensorFiles
 from quickbeam.mtp import index_of
 from quickbeam.params import SamplingParams
 from scripts import cli

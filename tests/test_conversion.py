@@ -11,7 +11,7 @@ from gguf_files import model_of, turned, write
 from quickbeam import LLM
 from quickbeam.cache import is_complete
 from quickbeam.conversion import convert
-from quickbeam.models.loading import load_model
+from quickbeam.models.transformers_class import load_model
 from quickbeam.train.recipes import Plan
 from quickbeam.train.stages import TextStage
 

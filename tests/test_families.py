@@ -18,17 +18,17 @@ from models import VOCAB, spread_out, table
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Batch, Chain
-from quickbeam.models.compiled import CompiledStack, kv_shapes
+from quickbeam.models.compile.compiled_stack import CompiledStack, kv_shapes
+from quickbeam.models.compile.recurrent import state_shape
 from quickbeam.models.families import FAMILIES, describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
+from quickbeam.models.native.pages import PagePool
 from quickbeam.models.opening import make_model
-from quickbeam.models.pages import PagePool
-from quickbeam.models.recurrent import state_shape
 from quickbeam.models.stack import Rotary, Stack
-from quickbeam.models.stack_tensors import ModelParameters
 from quickbeam.models.torch.model import TorchModel
+from quickbeam.models.weights.parameters import ModelParameters
 from quickbeam.params import SamplingParams
 from target import logits_of
 

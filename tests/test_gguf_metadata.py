@@ -14,10 +14,10 @@ from cases import refuses
 from gguf_files import model_of, write
 from quickbeam import LLM, SamplingParams
 from quickbeam.conversion import convert
-from quickbeam.models.gguf.checkpoint import GgufCheckpoint
-from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native import library
+from quickbeam.models.text.gguf_tokenizer import load_tokenizer
+from quickbeam.models.weights.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.weights.gguf.file import GgufFile
 from test_gguf import distance
 
 KERNELS = library.kernels()

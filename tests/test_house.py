@@ -17,7 +17,7 @@ ROOMS = (
     ("drafters",),
     ("methods",),
     ("engine",),
-    ("llm", "answering", "drafting"),
+    ("llm",),
     ("aio", "hf"),
     ("serve", "batch", "train", "bench"),
     ("cli", "__main__"),
@@ -65,10 +65,9 @@ def upward(folder: Path) -> set[str]:
     return wrong
 
 
-def circles(folder: Path) -> set[str]:
-    known = modules(folder)
-    graph = {name: imports(path, known) & known.keys() for name, path in known.items()}
-    del graph["__init__"]
+def circles(graph: dict[str, set[str]]) -> set[str]:
+    """The circles of a graph of imports, each as its members by name."""
+    graph = {importer: imported & graph.keys() for importer, imported in graph.items()}
     seen = set()
     while True:
         try:
@@ -81,9 +80,48 @@ def circles(folder: Path) -> set[str]:
                 graph[importer] = graph[importer] - {imported}
 
 
-@pytest.mark.parametrize("look", [upward, circles])
-def test_the_house_is_in_order(look):
-    assert look(SOURCES) == set()
+def circles_of_modules(folder: Path) -> set[str]:
+    known = modules(folder)
+    graph = {name: imports(path, known) for name, path in known.items()}
+    del graph["__init__"]
+    return circles(graph)
+
+
+def circles_of_rooms(folder: Path) -> set[str]:
+    """Rooms that import each other, though no two of their modules need do. Each noun is a room of
+    its own."""
+    known = modules(folder)
+
+    def own_room(module: str) -> str:
+        named = room(module, folder)
+        return module if named == "nouns" else named
+
+    graph: dict[str, set[str]] = {}
+    for module, path in known.items():
+        if module != "__init__":
+            importer = own_room(module)
+            imported = {own_room(other) for other in imports(path, known)}
+            graph[importer] = graph.get(importer, set()) | (imported - {importer})
+    return circles(graph)
+
+
+# The default model's folder is written by the reader of `models`, which ask `hub` for the base of
+# an adapter. Take it out when that is mended: nothing may be added.
+CIRCLES_LEFT = {"conversion → hub → models"}
+
+
+@pytest.mark.parametrize(
+    ("look", "left"),
+    [(upward, set()), (circles_of_modules, set()), (circles_of_rooms, CIRCLES_LEFT)],
+)
+def test_the_house_is_in_order(look, left):
+    assert look(SOURCES) == left
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
 
 
 def test_what_is_wrong_is_seen(tmp_path):
@@ -94,12 +132,24 @@ def test_what_is_wrong_is_seen(tmp_path):
         "engine/step.py": "from quickbeam import tree",
         "llm.py": "from quickbeam.engine import step",
     }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write(tmp_path, files)
     assert upward(tmp_path) == {"tree → engine"}
-    (circle,) = circles(tmp_path)
-    assert circle == "engine → engine.step → tree"
+    assert circles_of_modules(tmp_path) == {"engine → engine.step → tree"}
     (tmp_path / "kitchen").mkdir()
     (tmp_path / "kitchen" / "pan.py").touch()
     refuses("put the room kitchen into ROOMS", upward, tmp_path, error=AssertionError)
+
+
+def test_two_rooms_that_import_each_other_are_seen(tmp_path):
+    files = {
+        "errors.py": "",
+        "params.py": "from quickbeam.grammar import spec",
+        "grammar/spec.py": "from quickbeam import errors",
+        "batch/run.py": "from quickbeam import errors",
+        "serve/app.py": "from quickbeam.batch.run import Reply",
+    }
+    write(tmp_path, {"__init__.py": "", **files})
+    assert circles_of_rooms(tmp_path) == set()
+    write(tmp_path, {"batch/ray.py": "def f():\n    from quickbeam.serve import app"})
+    assert upward(tmp_path) == circles_of_modules(tmp_path) == set()
+    assert circles_of_rooms(tmp_path) == {"batch → serve"}

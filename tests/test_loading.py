@@ -22,10 +22,10 @@ from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.formats import wanted_dtype
-from quickbeam.models.loading import load_model
 from quickbeam.models.opening import make_model, open_checkpoint
 from quickbeam.models.torch.model import TorchModel
+from quickbeam.models.transformers_class import load_model
+from quickbeam.models.weights.formats import wanted_dtype
 from quickbeam.params import SamplingParams
 from test_prequantised import write as write_quantised
 
@@ -365,7 +365,7 @@ def missing(package):
 
 
 def test_a_tokenizer_that_needs_a_library_to_be_converted_says_which(folder, monkeypatch):
-    monkeypatch.setattr("quickbeam.models.tokenizer.version", missing)
+    monkeypatch.setattr("quickbeam.models.text.tokenizer.version", missing)
     (folder / "tokenizer.json").unlink()
     for content, words in (
         (b"\n\x0e\n\x05<unk>", "pip install sentencepiece protobuf"),

@@ -24,10 +24,10 @@ from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.models.base import Batch, Chain, Draft
-from quickbeam.models.checkpoint import Checkpoint
 from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
-from quickbeam.models.weight_reader import File, Ring
+from quickbeam.models.weights.checkpoint import Checkpoint
+from quickbeam.models.weights.file_reader import File, Ring
 from quickbeam.params import SamplingParams
 from scripts import captured, cli
 from streaming import TOKENIZER, alike, bush, ids, limits, on_disk, saved, stored

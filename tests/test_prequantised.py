@@ -21,16 +21,16 @@ from cases import refuses, spread
 from checkpoints import configure
 from models import SIZES, tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.models.checkpoint import Checkpoint
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, dense_rows
-from quickbeam.models.native_model import NativeModel
-from quickbeam.models.prequantised import QuantisedTensor, QuantMethod
-from quickbeam.models.shapes import refuse_shared_experts
-from quickbeam.models.stored import dense, located
-from quickbeam.models.tensor_files import TensorFiles
+from quickbeam.models.weights.checkpoint import Checkpoint
+from quickbeam.models.weights.prequantised import QuantisedTensor, QuantMethod
+from quickbeam.models.weights.shapes import refuse_shared_experts
+from quickbeam.models.weights.stored import dense, located
+from quickbeam.models.weights.tensor_files import TensorFiles
 from quickbeam.mtp import SINGLE
 from quickbeam.params import SamplingParams
 from streaming import alike, limits, on_disk

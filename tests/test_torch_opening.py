@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 from cases import few, refuses
 from checkpoints import rewrite
 from gguf_files import TINY, model_of, write
-from quickbeam.models.checkpoint import Checkpoint
-from quickbeam.models.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.native import library
-from quickbeam.models.native_model import NativeModel
 from quickbeam.models.opening import open_model
-from quickbeam.models.stack_tensors import names, norms
 from quickbeam.models.torch.model import TorchModel
+from quickbeam.models.weights.checkpoint import Checkpoint
+from quickbeam.models.weights.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.weights.parameters import names, norms
 from streaming import saved
 from target import logits_of
 from test_prequantised import AT, CASES

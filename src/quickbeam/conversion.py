@@ -17,8 +17,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quickbeam.models.gguf.checkpoint import GgufCheckpoint
-from quickbeam.models.stack_tensors import names
+from quickbeam.models.weights.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.weights.parameters import names
 
 
 def convert(gguf: Path, folder: Path, end_tokens: Sequence[str] = ()) -> None:

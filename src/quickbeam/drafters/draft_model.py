@@ -18,7 +18,7 @@ from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequ
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Chain, Draft, Model, Part, Passed, inference
-from quickbeam.models.kv import Pool
+from quickbeam.models.cache.kv import Pool
 from quickbeam.token_texts import TokenTexts
 from quickbeam.tree import TokenTree
 

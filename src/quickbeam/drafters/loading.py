@@ -22,9 +22,9 @@ from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.mtp import load_mtp
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
-from quickbeam.models.checkpoint import WANTED, local_folder
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
+from quickbeam.models.weights.checkpoint import WANTED, local_folder
 from quickbeam.mtp import MTP
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.kv import Pool, SequenceCache
+from quickbeam.models.cache.kv import Pool, SequenceCache
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # tokens of prompts that a pass reads

@@ -16,22 +16,22 @@ import torch
 from quickbeam import hub
 from quickbeam.cache import Progress
 from quickbeam.errors import InvalidInput
-from quickbeam.models import disk
-from quickbeam.models.adapters import AdaptedCheckpoint, adapter_in
-from quickbeam.models.angles import hold
 from quickbeam.models.base import CHUNK, Model
-from quickbeam.models.checkpoint import Checkpoint, local_folder, read_json
-from quickbeam.models.eos import eos_ids, known_eos_ids
+from quickbeam.models.compile.native_model import NativeModel, why_not_native
 from quickbeam.models.families import describe
-from quickbeam.models.formats import check_weights, refuse_place, weights_format
-from quickbeam.models.gguf.checkpoint import GgufCheckpoint, open_gguf
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16
-from quickbeam.models.native_model import NativeModel, why_not_native
-from quickbeam.models.stack_tensors import ModelParameters
-from quickbeam.models.tokenizer import load_tokenizer
+from quickbeam.models.rotary import hold
+from quickbeam.models.text.eos import eos_ids, known_eos_ids
+from quickbeam.models.text.tokenizer import load_tokenizer
 from quickbeam.models.torch.model import TorchModel
-from quickbeam.models.weight_file import WeightFile
+from quickbeam.models.weights import disk
+from quickbeam.models.weights.adapters import AdaptedCheckpoint, adapter_in
+from quickbeam.models.weights.checkpoint import Checkpoint, local_folder, read_json
+from quickbeam.models.weights.formats import check_weights, refuse_place, weights_format
+from quickbeam.models.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
+from quickbeam.models.weights.packed_file import WeightFile
+from quickbeam.models.weights.parameters import ModelParameters
 from quickbeam.params import SamplingParams
 
 if TYPE_CHECKING:

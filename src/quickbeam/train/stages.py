@@ -22,10 +22,10 @@ from quickbeam.drafters.folder import TargetParts, embed_scale
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
-from quickbeam.models.chat_template import for_template
-from quickbeam.models.formats import pick_device
-from quickbeam.models.loading import refuse_file
 from quickbeam.models.opening import open_model
+from quickbeam.models.text.chat_template import for_template
+from quickbeam.models.transformers_class import refuse_file
+from quickbeam.models.weights.formats import pick_device
 from quickbeam.train import text
 from quickbeam.train.block import HeldOutMetrics, new_network
 from quickbeam.train.recipes import Plan, Recipe, opening_words

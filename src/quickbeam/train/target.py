@@ -23,8 +23,8 @@ from quickbeam import hub
 from quickbeam.drafters.folder import embed_scale
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
-from quickbeam.models.loading import load_model
 from quickbeam.models.torch.pages import to_device
+from quickbeam.models.transformers_class import load_model
 
 KEPT_BYTES = 16 << 30  # of hidden states on disk, at most
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from quickbeam.errors import InvalidInput, first_line
-from quickbeam.models.angles import angles_of
 from quickbeam.models.families import (
     deepseek,
     gemma,
@@ -23,8 +22,9 @@ from quickbeam.models.families import (
 )
 from quickbeam.models.families.nearest import undescribed
 from quickbeam.models.families.reading import PAGE, Config, NotDescribed, check_count
+from quickbeam.models.rotary import angles_of
 from quickbeam.models.stack import LinearAttention, Stack
-from quickbeam.models.stack_tensors import experts, linears, names
+from quickbeam.models.weights.parameters import experts, linears, names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

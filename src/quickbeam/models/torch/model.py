@@ -18,14 +18,14 @@ from quickbeam.models.base import (
     inference,
     split,
 )
-from quickbeam.models.compiled import kv_shapes
+from quickbeam.models.compile.compiled_stack import kv_shapes
 from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import Parameters
 from quickbeam.models.torch.graphs import Graphs
 from quickbeam.models.torch.network import Network
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.pinned import Copies, pin_layers
 from quickbeam.models.torch.rows import PassRows, list_pass, uncommitted
+from quickbeam.models.weights.parameters import Parameters
 
 
 class PassResults(NamedTuple):
