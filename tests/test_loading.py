@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from cases import refuses
+from cases import few, refuses
 from checkpoints import configure, rewrite
 from models import CONFIGS, spread_out, table, tiny
 from quickbeam.errors import InvalidInput
@@ -27,6 +27,7 @@ from quickbeam.models.torch.model import TorchModel
 from quickbeam.models.transformers_class import load_model
 from quickbeam.models.weights.formats import wanted_dtype
 from quickbeam.params import SamplingParams
+from test_prequantised import write as write_quantised
 
 CPU = torch.device("cpu")
 CONTEXT = 48
@@ -274,6 +275,37 @@ def test_what_is_no_described_causal_language_model_is_named(tmp_path):
         config.save_pretrained(tmp_path)
         refuses(f"can't load .*: .*{reason}", load, tmp_path)
         refuses(f"can't load .*: .*{reason}", LLM, str(tmp_path))
+
+
+FAMILIES = table("families")
+OFTEN = ["gpt2", "mixtral", "gemma3", "deepseek_v3", "qwen3_5", "gpt_oss"]
+
+
+@pytest.mark.parametrize("name", few(FAMILIES, OFTEN))
+def test_training_and_peers_are_given_transformers_model_with_our_weights(name, folder):
+    plain = spread_out(tiny("", config=FAMILIES[name]), 1, vectors=0.1)
+    plain.save_pretrained(folder)
+    loaded = load(folder)
+    assert type(loaded) is type(plain)
+    for one, parameter in plain.state_dict().items():
+        assert torch.equal(loaded.state_dict()[one], parameter), one
+    ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_training_and_peers_read_what_answers_do(folder):
+    """`.bin` files, and weights in few bits in the number format that is asked for."""
+    write(folder)
+    right = load(folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert torch.equal(load(folder).lm_head.weight, right.lm_head.weight)
+    (folder / "pytorch_model.bin").unlink()
+    _, numbers = write_quantised(folder, "gptq-order")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    loaded = load(folder, torch.bfloat16)
+    assert torch.equal(loaded.get_parameter(name), numbers[name].bfloat16())
 
 
 REFUSED = table("refused")

@@ -37,12 +37,9 @@ def load_model(
 
     Raises `InvalidInput` as `open_checkpoint` does, and for a `.gguf` file.
     """
+    refuse_file(model)
     checkpoint = open_checkpoint(model, dtype, widened=True)
-    if isinstance(checkpoint, GgufCheckpoint):
-        raise InvalidInput(
-            f"{model} is a .gguf file, and training and the method hf read a model's folder: give "
-            "the folder"
-        )
+    assert not isinstance(checkpoint, GgufCheckpoint)
     config: Any = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
     config = config.get_text_config()
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -66,6 +63,15 @@ def load_model(
         loaded.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
     hold_angles(loaded)
     return loaded.to(device), _tokenizer(tokenizer_folder(checkpoint))
+
+
+def refuse_file(model: str) -> None:
+    """Raise `InvalidInput` for a `.gguf` file, which transformers doesn't run from our reader."""
+    if model.endswith(".gguf"):
+        raise InvalidInput(
+            f"{model} is a .gguf file, and training and the method hf read a model's folder: give "
+            "the folder"
+        )
 
 
 def hold_angles(model: PreTrainedModel) -> None:

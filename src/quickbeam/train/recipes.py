@@ -83,7 +83,7 @@ class Plan:
     """What a drafter is made from."""
 
     model: str | None = field(metadata={"common": True})
-    """Folder, .gguf file, Hugging Face id or built-in model. Default: the built-in one."""
+    """Folder, Hugging Face id or built-in model. Default: the built-in one."""
     out: Path = field(metadata={"common": True, "metavar": "FOLDER"})
     """Folder for text, checkpoints and drafter. A second run goes on from there."""
     tokens: int = field(default=6_000_000, metadata={"min": 1000, "common": True})

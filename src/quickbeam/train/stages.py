@@ -24,6 +24,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models import builtin
 from quickbeam.models.opening import open_model
 from quickbeam.models.text.chat_template import for_template
+from quickbeam.models.transformers_class import refuse_file
 from quickbeam.models.weights.formats import pick_device
 from quickbeam.train import text
 from quickbeam.train.block import HeldOutMetrics, new_network
@@ -46,6 +47,7 @@ class TextStage:
         opening_words("questions", plan.languages)  # refused before anything is loaded
         self.plan = plan
         folder, device = builtin.resolve(plan.model), pick_device(None)
+        refuse_file(folder)  # which the next stage couldn't read
         opened = open_model(folder, torch.bfloat16, device)
         self._model, self._tokenizer = opened.model, opened.tokenizer
         self._stops = opened.ends

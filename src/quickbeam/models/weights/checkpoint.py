@@ -349,7 +349,10 @@ class Checkpoint(Parameters):
                 "config.json again, or take the unquantised weights"
             )
         if odd := {*kinds.values()} - NUMBERS - CONVERTED:
-            raise NotDescribed(f"its files hold numbers of type {', '.join(sorted(odd))}")
+            raise NotDescribed(
+                f"its files hold numbers of type {', '.join(sorted(odd))}; read are "
+                f"{', '.join(sorted(NUMBERS | CONVERTED))}: take another checkpoint"
+            )
         converted = {name: kind for name, kind in kinds.items() if kind in CONVERTED}
         for name, kind in sorted(converted.items()):
             if in_blocks and kind != "F64":

@@ -194,7 +194,10 @@ class QuantisedTensor:
         """
         for part, name in parts.items():
             if (kind := files.kind(name)) not in KINDS[part]:
-                raise NotDescribed(f"{name} has numbers of type {kind}")
+                raise NotDescribed(
+                    f"{name} has numbers of type {kind}, and {' or '.join(KINDS[part])} is read: "
+                    "take another checkpoint, or the unquantised weights"
+                )
         name, *_ = parts.values()
         try:
             tensors = {

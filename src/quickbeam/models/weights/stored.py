@@ -353,10 +353,16 @@ def _one_by_one(
         if experts:
             every = [part for one in experts for part in one]
             if any(isinstance(part, QuantisedTensor) and part.order is not None for part in every):
-                raise NotDescribed("its experts are quantised with activation order")
+                raise NotDescribed(
+                    "its experts are quantised with activation order, which is not read: take a "
+                    "checkpoint without it, or the unquantised weights"
+                )
             kinds = {(*part.shape(files), getattr(part, "format", "dense")) for part in every}
             if len(kinds) > 1:
                 few_of = " and ".join(str(one) for one in sorted(kinds)[:2])
-                raise NotDescribed(f"its experts' {what} are of several kinds ({few_of})")
+                raise NotDescribed(
+                    f"its experts' {what} are of several kinds ({few_of}), and one is read: take "
+                    "another checkpoint, or the unquantised weights"
+                )
             return SeparateExperts(tuple(experts))
     return None

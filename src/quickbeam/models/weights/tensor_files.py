@@ -201,7 +201,10 @@ class TensorFiles:
     def dtype(self, name: str) -> torch.dtype:
         """Return the type of a tensor's numbers. Raises `NotDescribed` for others than are read."""
         if (kind := self.kind(name)) not in DTYPES:
-            raise NotDescribed(f"{name} has numbers of type {kind}")
+            raise NotDescribed(
+                f"{name} has numbers of type {kind}; read are {', '.join(DTYPES)}: take another "
+                "checkpoint"
+            )
         return DTYPES[kind]
 
     def like(self, name: str, memory: bool) -> torch.Tensor:
