@@ -24,17 +24,16 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from common import comb
 from quickbeam import LLM, SamplingParams, hub
-from quickbeam.answering import Answering
 from quickbeam.bench.methods import LLMRunner, MethodItem, load_questions
 from quickbeam.bench.throughput import TimedRequest, figures, fitting, serve
+from quickbeam.config import LLMOptions
 from quickbeam.drafters.loading import load_drafter
-from quickbeam.drafting import Drafting
 from quickbeam.engine.commit import Commit
 from quickbeam.engine.growing import DraftStep
 from quickbeam.engine.output import NullTokenizer
+from quickbeam.models import builtin
 from quickbeam.models.base import Batch, Chain, Draft, Passed
 from quickbeam.models.families import stack_of
-from quickbeam.models.formats import pick_device
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.opening import LoadedModel
 from quickbeam.models.torch import paged_attention
@@ -43,6 +42,7 @@ from quickbeam.models.torch.model import PassResults, TorchModel
 from quickbeam.models.torch.paged_attention import AttentionParams
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import ListedRows, list_pass, uncommitted
+from quickbeam.models.weights.formats import pick_device
 from shapes import RandomParameters
 
 Put = Callable[[str, Any], None]
@@ -405,10 +405,10 @@ def measure_pass(
 def model_part(given: Namespace, put: Put) -> None:
     """Fetch and convert the default model, where another one isn't named."""
     if given.model is None and not given.small:
-        put("folder", str(hub.pull()))
+        put("folder", str(builtin.pull()))
 
 
-def opened(given: Namespace, sizes: Sizes, put: Put) -> Answering:
+def opened(given: Namespace, sizes: Sizes, put: Put) -> LLM:
     """Return the model that is named, or the default one; random weights where it isn't there."""
     most = max(sizes.loads)
     if given.model is not None or (hub.pulled_bytes(hub.DEFAULT) and not given.small):
@@ -427,12 +427,13 @@ def opened(given: Namespace, sizes: Sizes, put: Put) -> Answering:
     place = given.drafter or (None if given.small else hub.shipped_drafter(None))
     load = None if place is None else partial(load_drafter, place)
     loaded = LoadedModel(model, NullTokenizer(), set(), {})
-    return Answering(loaded, name, Drafting(load, None, None), most=most, memory=None)
+    options = LLMOptions(max_running=most, memory_of_answers=0)
+    return LLM.of_loaded(loaded, name, options, load)
 
 
-def prompts_of(llm: Answering, count: int, max_tokens: int) -> list[list[int]]:
+def prompts_of(llm: LLM, count: int, max_tokens: int) -> list[list[int]]:
     """Return prompts: our own questions, again and again, or random ids for random weights."""
-    if isinstance(llm, LLM):
+    if not isinstance(llm.tokenizer, NullTokenizer):
         runner = LLMRunner(llm, MethodItem("ar", "ar"))
         fit = fitting(runner, load_questions(None), max_tokens)
     else:

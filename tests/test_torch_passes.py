@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves
 from models import random_tree, tiny
 from quickbeam.engine import measuring
 from quickbeam.models.base import Batch, Chain, Draft, Draws
-from quickbeam.models.compiled import kv_shapes
+from quickbeam.models.compile.compiled_stack import kv_shapes
 from quickbeam.models.families import describe
-from quickbeam.models.stack_tensors import ModelParameters
 from quickbeam.models.torch import pages as of_pages
 from quickbeam.models.torch.feed_forward import has_grouped_product
 from quickbeam.models.torch.graphs import MOST_GRAPHS, Graphs
@@ -32,6 +31,7 @@ from quickbeam.models.torch.rows import (
     padded_sizes,
     uncommitted,
 )
+from quickbeam.models.weights.parameters import ModelParameters
 from test_families import CONFIGS
 
 CPU = torch.device("cpu")

@@ -17,10 +17,10 @@ from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.draft_model import LMDrafter, Translation
+from quickbeam.grammar.token_texts import BYTES
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
-from quickbeam.token_texts import BYTES
 from quickbeam.tree import TokenTree
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -29,17 +29,17 @@ from quickbeam.drafters.shortlist.native import NativeHead, rows_format
 from quickbeam.drafters.shortlist.shortlist import Shortlist, head_kernels
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
-from quickbeam.models.checkpoint import ModelConfig, read_config, read_json
-from quickbeam.models.compiled import NativeLinear
+from quickbeam.models.compile.compiled_stack import NativeLinear
 from quickbeam.models.families.gemma import gemma4
 from quickbeam.models.families.reading import Config
 from quickbeam.models.native.operands import RowList
+from quickbeam.models.native.pages import PagedStore, PagePool
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import FLOAT32
-from quickbeam.models.pages import PagedStore, PagePool
-from quickbeam.models.shapes import expected
 from quickbeam.models.stack import Linear, Stack, Tensor
-from quickbeam.models.stack_tensors import Parameters, names
+from quickbeam.models.weights.checkpoint import ModelConfig, read_config, read_json
+from quickbeam.models.weights.parameters import Parameters, names
+from quickbeam.models.weights.shapes import expected
 from quickbeam.tree import TokenTree
 
 KINDS = "gemma4_assistant", "gemma4_unified_assistant"

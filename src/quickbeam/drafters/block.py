@@ -31,20 +31,20 @@ from quickbeam.drafters.native import (
 )
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import Batch, Chain, Model, inference
-from quickbeam.models.checkpoint import ModelConfig
-from quickbeam.models.compiled import NativeLinear, kv_shapes
+from quickbeam.models.cache.kv import SequenceCache
+from quickbeam.models.compile.compiled_stack import NativeLinear, kv_shapes
+from quickbeam.models.compile.native_model import list_rows
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.families.reading import AROUND, Config, layer_of
-from quickbeam.models.kv import SequenceCache
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import RowList
+from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8, Packed
-from quickbeam.models.native_model import list_rows
-from quickbeam.models.pages import PagePool
 from quickbeam.models.stack import BlockConv, FeedForward, Layer, Linear, Tensor
 from quickbeam.models.torch.graphs import Passes
 from quickbeam.models.torch.rows import PassRows, UncommittedTokens, list_pass, uncommitted
+from quickbeam.models.weights.checkpoint import ModelConfig
 from quickbeam.tree import TokenTree
 
 SEQUENCES = 256  # the most of a native pass

@@ -28,7 +28,7 @@ from quickbeam.drafters.folder import (
 from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
-from quickbeam.models.checkpoint import read_json
+from quickbeam.models.weights.checkpoint import read_json
 
 KNOWN = (
     "EAGLE and EAGLE-2 (fc.weight, layers.0.*), EAGLE-3 (fc.weight, midlayer.*), speculators' "

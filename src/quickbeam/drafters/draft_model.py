@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
+from quickbeam.grammar.token_texts import TokenTexts
 from quickbeam.models.base import Batch, Chain, Draft, Model, Part, Passed, inference
-from quickbeam.models.kv import Pool
-from quickbeam.token_texts import TokenTexts
+from quickbeam.models.cache.kv import Pool
 from quickbeam.tree import TokenTree
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from quickbeam.drafters.feature import FeatureDrafter, FeatureState, choose_scor
 from quickbeam.drafters.native import network_kernels
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Batch, Chain, Draft, Model, Part, inference
-from quickbeam.models.kv import SequenceCache
+from quickbeam.models.cache.kv import SequenceCache
 from quickbeam.tree import TokenTree
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quickbeam.drafters.folder import rope_parameters
-from quickbeam.models.angles import Angles
+from quickbeam.models.rotary import Angles
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MODEL_TYPE = "quickbeam-eagle"

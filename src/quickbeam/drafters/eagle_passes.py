@@ -18,15 +18,15 @@ from quickbeam.drafters.folder import embed_scale
 from quickbeam.drafters.native import NativePacker
 from quickbeam.drafters.shortlist.native import NativeRouter, Router
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.models.angles import STEP
 from quickbeam.models.base import Batch, Chain, Model
-from quickbeam.models.compiled import NativeLinear
+from quickbeam.models.compile.compiled_stack import NativeLinear
+from quickbeam.models.compile.native_model import list_rows
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape
+from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.native_model import list_rows
-from quickbeam.models.pages import PagePool
+from quickbeam.models.rotary import STEP
 from quickbeam.models.torch.graphs import Passes, SideStream
 from quickbeam.models.torch.rows import PassRows, list_pass, uncommitted
 

@@ -14,7 +14,7 @@ from quickbeam.drafters.base import Drafter, DrafterState, DraftRequest, HeadUse
 from quickbeam.drafters.largest import largest
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Model, inference
-from quickbeam.models.kv import Pool, SequenceCache
+from quickbeam.models.cache.kv import Pool, SequenceCache
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.torch.attention import attention_on
 from quickbeam.models.torch.paged_attention import AttentionParams, write

@@ -10,7 +10,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from quickbeam import hub
 from quickbeam.drafters.assistant import is_assistant, load_assistant
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
@@ -21,11 +20,12 @@ from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.mtp import load_mtp
 from quickbeam.errors import InvalidInput
+from quickbeam.hub.mtp import MTP
+from quickbeam.models import builtin
 from quickbeam.models.base import Model
-from quickbeam.models.checkpoint import WANTED, local_folder
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
-from quickbeam.mtp import MTP
+from quickbeam.models.weights.checkpoint import WANTED, local_folder
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ def load_drafter(
     *,
     model: str = "",
     progress: Any = None,
-    trust_remote_code: bool = False,
     weights: str | None = None,
 ) -> Drafter:
     """Load the drafter `name` for `target`.
@@ -45,7 +44,6 @@ def load_drafter(
     - `name`: a folder, a `.gguf` file, a built-in model or a Hugging Face id; or `MTP`, a head in
       the target's own checkpoint, whose folder, file or id is `model`.
     - `tokenizer`: the target's; a smaller model may have another one (`Translation`).
-    - `trust_remote_code`: whether Python code that comes with a smaller model may run.
     - `weights`: the weight format of a smaller model (see `make_model`). None takes the target's.
 
     Raises `InvalidInput` for what is no drafter of this target, and for a feature drafter with
@@ -55,9 +53,9 @@ def load_drafter(
         _refuse_weights(name, weights)
         file = Path(model).expanduser()
         return load_mtp(file if file.suffix == ".gguf" else local_folder(model, None), target)
-    place = Path(hub.resolve(name, progress)).expanduser()
+    place = Path(builtin.resolve(name, progress)).expanduser()
     if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
-        place = _fetch(name, trust_remote_code)
+        place = local_folder(name, None, [*WANTED, MASK])
     if place.is_dir() and is_assistant(place):
         _refuse_weights(name, weights)
         return load_assistant(place, target)
@@ -75,8 +73,7 @@ def load_drafter(
         drafter.folder = place
         return drafter
     weights = weights or target.weights
-    options: dict[str, Any] = {"progress": progress, "trust_remote_code": trust_remote_code}
-    opened = open_model(str(place), target.dtype, target.device, weights=weights, **options)
+    opened = open_model(str(place), target.dtype, target.device, weights=weights, progress=progress)
     sizes = target.vocab_size, opened.model.vocab_size
     if not same_tokens(tokenizer, opened.tokenizer, sizes):
         translation = Translation(tokenizer, opened.tokenizer, sizes)
@@ -90,15 +87,3 @@ def _refuse_weights(name: str, weights: str | None) -> None:
             f"draft_weights={weights!r}: {name} is a feature drafter, which stays bfloat16; leave "
             "it out"
         )
-
-
-def _fetch(name: str, code: bool) -> Path:
-    """Download a Hugging Face repository and return the folder. Raises as `local_folder`.
-
-    The older weight format is fetched where there is no other. `code`: fetch Python files, too.
-    """
-    wanted = [*WANTED, MASK, *(["*.py"] if code else [])]
-    folder = local_folder(name, None, wanted)
-    if not any(folder.glob("*.safetensors")):
-        folder = local_folder(name, None, [*wanted, "*.bin"])
-    return folder

@@ -11,14 +11,14 @@ from torch import nn
 
 from quickbeam.drafters.shortlist.native import rows_format
 from quickbeam.models.base import Model
-from quickbeam.models.compiled import CompiledStack, NativeLinear, ScaledEmbedding
+from quickbeam.models.compile.compiled_stack import CompiledStack, NativeLinear, ScaledEmbedding
 from quickbeam.models.native.library import Kernels, kernels
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import WHOLE, Packed, Packer
-from quickbeam.models.stack_tensors import Parameters
-from quickbeam.models.stored import Stored, dense
-from quickbeam.models.tensor_files import TensorFiles
+from quickbeam.models.weights.parameters import Parameters
+from quickbeam.models.weights.stored import Stored, dense
+from quickbeam.models.weights.tensor_files import TensorFiles
 
 
 def network_kernels(model: Model, network: Any, embeds: bool = False) -> Kernels | None:

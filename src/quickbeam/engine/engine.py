@@ -24,7 +24,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Model, Passed, inference
 from quickbeam.models.native.library import cached_kernels
 from quickbeam.models.native.noise import NativeNoise
-from quickbeam.models.pages import PagePool
+from quickbeam.models.native.pages import PagePool
 from quickbeam.noise import Noise
 
 MOST_ACTIVE = 32  # the most sequences side by side, by default

@@ -18,7 +18,7 @@ from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
 from quickbeam.methods.base import Method
 from quickbeam.models.base import Draws
-from quickbeam.models.kv import SequenceCache
+from quickbeam.models.cache.kv import SequenceCache
 from quickbeam.noise import Noise
 from quickbeam.params import COUPLED, SamplingParams
 from quickbeam.sampling import Sampler, logprobs

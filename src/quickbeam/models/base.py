@@ -2,8 +2,7 @@
 
 A `Model` holds the weights and no sequence. Each part of a batch brings its sequence's cache. There
 are two back ends that run a described architecture (`stack.py`): `native_model.py` over the native
-kernels, and `torch/model.py` in PyTorch. `transformers_model.py` runs what no family describes, by
-transformers' modelling code. `opening.py` picks one.
+kernels, and `torch/model.py` in PyTorch. `opening.py` picks one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.kv import Pool, SequenceCache
+from quickbeam.models.cache.kv import Pool, SequenceCache
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # tokens of prompts that a pass reads

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,15 +19,15 @@ from quickbeam.models.base import (
     inference,
     split,
 )
-from quickbeam.models.compiled import kv_shapes
+from quickbeam.models.compile.compiled_stack import kv_shapes
 from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import Parameters
 from quickbeam.models.torch.graphs import Graphs
 from quickbeam.models.torch.network import Network
-from quickbeam.models.torch.noise import DrawnRows, draw
+from quickbeam.models.torch.noise import DrawnRows, draw, philox
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.pinned import Copies, pin_layers
 from quickbeam.models.torch.rows import PassRows, list_draws, list_pass, uncommitted
+from quickbeam.models.weights.parameters import Parameters
 
 
 class PassResults(NamedTuple):
@@ -142,7 +143,20 @@ def chosen_tokens(logits: torch.Tensor, rows: PassRows) -> torch.Tensor:
     if not len(rows.draws):
         return best
     drawn = DrawnRows.of(rows.draws, rows.positions[rows.wanted])
-    return torch.where(drawn.scale[:, 0] > 0, draw(logits, drawn), best)
+    tokens = draw(logits, drawn, philox_on(logits.device))
+    return torch.where(drawn.scale[:, 0] > 0, tokens, best)
+
+
+def philox_on(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return the function that does what `philox` does on a device.
+
+    On CUDA that is a Triton kernel, where Triton is installed.
+    """
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return philox
+    from quickbeam.models.torch import fused_noise
+
+    return fused_noise.philox
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ that `Noise.largest` gives for the row's logits.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -59,33 +58,25 @@ def philox(rows: DrawnRows, first: torch.Tensor, purpose: int) -> tuple[torch.Te
     return a, b, c, d
 
 
-def philox_on(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Return the function that does what `philox` does on a device.
-
-    On CUDA that is a Triton kernel, where Triton is installed.
-    """
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return philox
-    from quickbeam.models.torch import fused_noise
-
-    return fused_noise.philox
-
-
 def exponential(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Return numbers with an exponential distribution from two words each, as `Noise` does."""
     whole = (high << 20) | (low >> 12)
     return -torch.log1p(-(whole.double() + 0.5) * 2.0**-52)
 
 
-def draw(logits: torch.Tensor, rows: DrawnRows) -> torch.Tensor:
+def draw(
+    logits: torch.Tensor,
+    rows: DrawnRows,
+    random_words: Callable[..., tuple[torch.Tensor, ...]] = philox,
+) -> torch.Tensor:
     """Return the token of each row of logits `[r, vocab]`, int64 `[r]`; -1: the host decides.
 
     It has the largest sum of its scaled logit and its number. A row with a scale of 0 gets any.
+    `random_words`: does what `philox` does.
     """
     # at least one chunk more, which stands for the others where there are none
     added = CHUNK + -logits.shape[1] % CHUNK
     padded = torch.unflatten(F.pad(logits, (0, added), value=-torch.inf), 1, (-1, CHUNK))
-    random_words = philox_on(logits.device)
     chunk = torch.arange(padded.shape[1], device=logits.device)
     words = random_words(rows, chunk.expand(len(logits), -1), PEAK)
     least = exponential(words[0], words[1]) / CHUNK
