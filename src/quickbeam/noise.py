@@ -42,8 +42,10 @@ CHUNK = 64  # tokens of a chunk, whose largest number is generated first
 LIKELY = 8  # chunks that are looked at first
 KEPT = 32  # positions whose peaks are cached
 PEAK, TOKEN = 0, 1  # the last word of a counter says what the number is for
-_FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
-_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # added to the key in each round
+FACTORS = 0xD2511F53, 0xCD9E8D57
+STEPS = 0x9E3779B9, 0xBB67AE85  # added to the key in each round
+_FACTORS = np.array(FACTORS, np.uint64)[:, None]
+_STEPS = np.array(STEPS, np.uint64)[:, None]
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 ROUNDS = 10
 

@@ -42,7 +42,8 @@ from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8, Packed
 from quickbeam.models.stack import BlockConv, FeedForward, Layer, Linear, Tensor
-from quickbeam.models.torch.rows import UncommittedTokens, list_pass, uncommitted
+from quickbeam.models.torch.graphs import Passes
+from quickbeam.models.torch.rows import PassRows, UncommittedTokens, list_pass, uncommitted
 from quickbeam.models.weights.checkpoint import ModelConfig
 from quickbeam.tree import TokenTree
 
@@ -67,41 +68,54 @@ def follow(
 
 
 class TorchBlocks(TorchPasses):
-    """A `BlockNetwork` on any device: the reference."""
+    """A `BlockNetwork` on any device: the reference. On CUDA each pass is one graph."""
 
     def __init__(self, network: BlockNetwork, model: Model) -> None:
         config = network.config
         layers = [config.attention(i) for i in range(config.depth)]
         super().__init__(network, layers, model, 1.0 if config.gemma else None)
         self._markov = network.markov()
-        self._block = range(config.block_size)
+        self._reading = Passes(self._compute_reading, self.pool)
+        self._running = Passes(self._compute_blocks, self.pool)
 
     def read(self, batch: Batch, hidden: torch.Tensor) -> None:
         """Write keys and values of chains of tokens, which are not committed yet.
 
         `hidden`: the target's hidden states `[n, len(taps) * target_size]` of all rows.
         """
-        rows = list_pass([*map(uncommitted, batch.parts)], self.pool).to(self.pool.device)
+        parts = [uncommitted(part) for part in batch.parts]
+        self._reading.run(list_pass(parts, self.pool, padded=self._reading.padded), [hidden])
+
+    def _compute_reading(self, rows: PassRows, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
         fused = self.network.fuse(hidden)
         for i in range(self.network.config.depth):
             self.write(rows, i, *self.network.key_value(i, fused, rows.positions))
+        return ()
 
     def run(self, caches: Sequence[Any], anchors: Sequence[int]) -> torch.Tensor:
         """Run a block behind each sequence's committed tokens.
 
         Returns the rows that draft, `[b, drafted, d]`.
         """
-        block = self._block
-        seen = [block] * len(block)  # all of its block; less in causal layers
+        config, size = self.network.config, self.network.config.block_size
+        block = range(size)
+        seen = [block] * size  # all of its block; less in causal layers
         blocks = [UncommittedTokens(cache, block, seen=seen) for cache in caches]
-        listed = list_pass(blocks, self.pool).to(self.pool.device)
+        tokens = [token for anchor in anchors for token in (anchor, *[0] * (size - 1))]
+        padded = self._running.padded
+        listed = list_pass(blocks, self.pool, tokens, padded=padded, block=size)
+        (rows,) = self._running.run(listed)
+        return rows[: len(caches), size - config.drafted :]
+
+    def _compute_blocks(self, rows: PassRows) -> Sequence[torch.Tensor]:
+        """Return all rows of the blocks, `[b, block_size, d]`."""
+        size = self.network.config.block_size
 
         def attend(i: int, query: torch.Tensor, *key_value: torch.Tensor) -> torch.Tensor:
-            self.write(listed, i, *key_value)
-            return self.attend(listed, i, query)
+            self.write(rows, i, *key_value)
+            return self.attend(rows, i, query)
 
-        rows = self.network(anchors, [cache.length for cache in caches], attend)
-        return rows[:, len(block) - self.network.config.drafted :]  # type: ignore[no-any-return]
+        return (self.network(rows.tokens[::size], rows.positions[::size], attend),)
 
     def candidates(
         self, logits: torch.Tensor, tokens: torch.Tensor | None, within: float

@@ -6,6 +6,7 @@ those of the last committed tokens.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.feature import TorchPasses
 from quickbeam.drafters.folder import embed_scale
 from quickbeam.drafters.native import NativePacker
-from quickbeam.drafters.shortlist.native import NativeRouter
+from quickbeam.drafters.shortlist.native import NativeRouter, Router
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.base import Batch, Chain, Model
 from quickbeam.models.compile.compiled_stack import NativeLinear
@@ -26,7 +27,8 @@ from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.rotary import STEP
-from quickbeam.models.torch.rows import list_pass, uncommitted
+from quickbeam.models.torch.graphs import Passes, SideStream
+from quickbeam.models.torch.rows import PassRows, list_pass, uncommitted
 
 
 class EagleOutput(NamedTuple):
@@ -45,10 +47,15 @@ NOTHING = EagleOutput(torch.empty(0), torch.empty(0))
 
 
 class TorchEagle(TorchPasses):
-    """An `EagleHead` on any device: the reference."""
+    """An `EagleHead` on any device: the reference.
+
+    On CUDA a pass is one graph. A router runs in it beside the layer, on a second stream.
+    """
 
     def __init__(self, network: EagleHead, model: Model) -> None:
         super().__init__(network, [(network.config.window, False)], model)
+        self._passes = Passes(self._compute, self.pool)
+        self._side = SideStream(model.device) if self._passes.padded else None
 
     def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None) -> EagleOutput:
         """Run the layer once, and the router of `shortlist` where one is given.
@@ -57,21 +64,44 @@ class TorchEagle(TorchPasses):
         after the token before, `[n, len(layers) * target_size]`, in trees the output of the
         parent's row, `[n, d]`.
         """
-        network, listed = self.network, list_pass([*map(uncommitted, batch.parts)], self.pool)
-        rows = listed.to(self.pool.device)
-        if isinstance(batch.parts[0], Chain):
+        committed = isinstance(batch.parts[0], Chain)
+        router = None if shortlist is None else shortlist.router
+        listed = list_pass(
+            [*map(uncommitted, batch.parts)],
+            self.pool,
+            batch.tokens,
+            batch.wanted,
+            padded=self._passes.padded,
+        )
+        out, feature, routed = self._passes.run(listed, [hidden], (committed, router))
+        return EagleOutput(
+            out[: batch.rows],
+            feature[: batch.rows],
+            None if router is None else routed[: len(batch.wanted)],
+        )
+
+    def _compute(
+        self, rows: PassRows, hidden: torch.Tensor, committed: bool, router: Router | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute a pass. Nothing here reads from the device or depends on its numbers."""
+        network = self.network
+        if committed:
             hidden = network.fuse(hidden)
-        embedded = network.embedding(torch.tensor(batch.tokens, device=hidden.device))
+        embedded = network.embedding(rows.tokens)
+        routed = hidden.new_empty(0, dtype=torch.float32)
+        if router is not None:
+            with nullcontext() if self._side is None else self._side.fork():
+                routed = router(hidden[rows.wanted], embedded[rows.wanted])
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             self.write(rows, 0, key, value)
             return self.attend(rows, 0, query)
 
-        routed = None
-        if shortlist is not None and shortlist.router is not None:
-            routed = shortlist.router(hidden[batch.wanted], embedded[batch.wanted])
         out = network(hidden, embedded, rows.positions, attend)
-        return EagleOutput(out, network.feature(out), routed)
+        feature = network.feature(out)
+        if router is not None and self._side is not None:
+            self._side.join()
+        return out, feature, routed
 
 
 class NativeEagle:
