@@ -39,6 +39,7 @@ from quickbeam.models.weights.prequantised import (
 )
 from quickbeam.models.weights.shapes import check_shapes, expected, refuse_shared_experts
 from quickbeam.models.weights.stored import (
+    COMPOSITES,
     TRANSPOSED,
     PlainTensor,
     Stored,
@@ -164,7 +165,8 @@ def refuse_undescribed(folder: Path) -> None:
         return  # `read_config` says why
     language = language_part(fields)
     kind = language.get("model_type")
-    if isinstance(kind, str) and kind not in FAMILIES:
+    older = kind in COMPOSITES  # whose fields `read_config` puts into parts
+    if isinstance(kind, str) and not older and kind not in FAMILIES:
         raise undescribed(language, FAMILIES)
 
 
