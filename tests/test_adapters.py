@@ -19,7 +19,7 @@ from quickbeam.models.native import library
 from quickbeam.models.opening import open_checkpoint
 from quickbeam.models.weight_file import WeightFile
 from quickbeam.params import SamplingParams
-from quickbeam.serve.runner import digest_of
+from quickbeam.serve.fingerprint import digest_of
 from test_families import made
 
 CPU = torch.device("cpu")

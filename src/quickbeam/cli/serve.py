@@ -61,7 +61,8 @@ def serve(
             raise InvalidInput(f"default_{error}") from None
     with needs("serve", "the server"):
         from quickbeam.serve import server
-        from quickbeam.serve.runner import Runner, name_of
+        from quickbeam.serve.fingerprint import name_of
+        from quickbeam.serve.runner import Runner
     name, *aliases = given.served_name or [name_of(loading.model or hub.DEFAULT)]
     keys = (*settings.api_keys, *keys_of(os.environ.get(KEY, "")))
     settings = replace(settings, served_name=name, aliases=tuple(aliases), api_keys=keys)
@@ -173,7 +174,7 @@ async def answer(
         answering = actors.replicas(replicas.replicas, files.served_name, wanted, replicas.threads)
     else:
         with needs("serve", "answering requests"):
-            from quickbeam.serve.app import InProcessServer
+            from quickbeam.serve.endpoints import InProcessServer
         llm = loading.load(max_running=replicas.max_running)
         answering = InProcessServer(llm, files.served_name)
     shown = {"unit": "answer", "disable": not sys.stderr.isatty()}
