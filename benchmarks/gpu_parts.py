@@ -40,7 +40,7 @@ from quickbeam.models.torch.attention import attention_on
 from quickbeam.models.torch.model import PassResults, TorchModel
 from quickbeam.models.torch.paged_attention import AttentionParams
 from quickbeam.models.torch.pages import RowPool
-from quickbeam.models.torch.rows import ListedRows, list_pass, uncommitted
+from quickbeam.models.torch.rows import ListedRows, Padding, list_pass, uncommitted
 from shapes import RandomParameters
 
 Put = Callable[[str, Any], None]
@@ -246,7 +246,7 @@ def check_attention(
         parts.append(uncommitted(Draft(cache, comb(20, 100))))
     for tensor in (*pool.key, *pool.value):
         tensor.normal_()
-    rows = list_pass(parts, pool, padded=True).to(device)
+    rows = list_pass(parts, pool, padding=Padding()).to(device)
     query = torch.randn(len(rows.positions), heads, head_dim, device=device).bfloat16()
     params = AttentionParams(0, head_dim**-0.5)
     got = attention_on(device)(pool, rows, params, query)
@@ -276,7 +276,7 @@ def random_batch(model: TorchModel, seed: int) -> Batch:
 
 def listed_of(model: TorchModel, batch: Batch) -> ListedRows:
     parts = [uncommitted(part) for part in batch.parts]
-    return list_pass(parts, model._pool, batch.tokens, batch.wanted, padded=True)
+    return list_pass(parts, model._pool, batch.tokens, batch.wanted, padding=Padding())
 
 
 def run_listed(model: TorchModel, listed: ListedRows) -> PassResults:

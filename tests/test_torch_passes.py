@@ -22,7 +22,7 @@ from quickbeam.models.torch.feed_forward import has_grouped_product
 from quickbeam.models.torch.graphs import Graphs
 from quickbeam.models.torch.model import PassResults, TorchModel
 from quickbeam.models.torch.pages import RowPool
-from quickbeam.models.torch.rows import PassRows, list_pass, uncommitted
+from quickbeam.models.torch.rows import Padding, PassRows, list_pass, uncommitted
 from test_families import CONFIGS
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def batch(model, seed):
 
 def listed(model, batch):
     parts = [*map(uncommitted, batch.parts)]
-    return list_pass(parts, model.pool, batch.tokens, batch.wanted, padded=True)
+    return list_pass(parts, model.pool, batch.tokens, batch.wanted, padding=Padding())
 
 
 def run(model, sizes, numbers):

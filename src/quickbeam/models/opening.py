@@ -99,7 +99,8 @@ def make_model(
     if weights != BFLOAT16:
         raise InvalidInput(f"weights={weights!r} need the native kernels: {reason}; leave them out")
     back_end = _by_pytorch(model, chunk, reason)
-    logger.info(INEXACT, reason)
+    if not back_end.exact:
+        logger.info(INEXACT, reason)
     return back_end
 
 
@@ -173,8 +174,9 @@ def _open(
     elif weights != BFLOAT16:
         raise InvalidInput(f"weights={weights!r} need the native kernels: {reason}; leave them out")
     else:
-        logger.info(INEXACT, reason)
         model = TorchModel(checkpoint, checkpoint.stack, device, memory=memory, reason=reason)
+        if not model.exact:
+            logger.info(INEXACT, reason)
     if isinstance(checkpoint, GgufCheckpoint):
         sampling = sampling_defaults(checkpoint.sampling)
         return LoadedModel(model, checkpoint.tokenizer, checkpoint.eos_ids, sampling)

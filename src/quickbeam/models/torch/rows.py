@@ -8,7 +8,7 @@ tree. So what a row reads, and in which order, doesn't depend on its siblings or
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -39,6 +39,16 @@ class UncommittedTokens(NamedTuple):
     @property
     def rows(self) -> int:
         return len(self.depths) - self.base
+
+    def between(self, first: int, last: int) -> UncommittedTokens:
+        """Return tokens `first` to `last` (excluded) alone, once those before them have run."""
+        return UncommittedTokens(
+            self.cache,
+            self.depths[:last],
+            first,
+            None if self.seen is None else self.seen[first - self.base : last - self.base],
+            None if self.parents is None else self.parents[:last],
+        )
 
 
 def uncommitted(part: Part) -> UncommittedTokens:
@@ -160,6 +170,23 @@ class PassRows:
         return visible
 
 
+class Padding(NamedTuple):
+    """How many rows, and rows with logits, passes have: the smallest number of these that fits.
+
+    Where none fits, it is a power of two, and so are the other sizes.
+    """
+
+    rows: Sequence[int] = ()
+    wanted: Sequence[int] = ()
+
+    def around(self, sizes: PassSizes) -> PassSizes:
+        """Return the sizes of a padded pass."""
+        least = PassSizes(rows=1, wanted=1, sequences=1, pages=4, path=16)
+        return PassSizes(*map(next_power, sizes, least))._replace(
+            rows=smallest(self.rows, sizes.rows), wanted=smallest(self.wanted, sizes.wanted)
+        )
+
+
 class ListedRows(NamedTuple):
     """The rows of a pass on the host.
 
@@ -172,6 +199,12 @@ class ListedRows(NamedTuple):
     recurrent_calls: Sequence[RecurrentCall]
     texts: Sequence[range]
 
+    @property
+    def written(self) -> np.ndarray:
+        """As of `PassRows`."""
+        before = TENSORS.index("written") * self.sizes.rows
+        return self.numbers[before : before + self.sizes.rows]
+
     def to(self, device: torch.device) -> PassRows:
         return PassRows.of(
             to_device(self.numbers, device),
@@ -182,9 +215,32 @@ class ListedRows(NamedTuple):
         )
 
 
+def passes_of(parts: Sequence[UncommittedTokens], widest: int) -> Iterator[list[UncommittedTokens]]:
+    """Yield parts of passes of at most `widest` rows that run the rows of `parts` in turn."""
+    parts_of_pass = list[UncommittedTokens]()
+    left = widest
+    for part in parts:
+        first = part.base
+        while first < len(part.depths):
+            last = min(len(part.depths), first + left)
+            parts_of_pass.append(part.between(first, last))
+            left -= last - first
+            first = last
+            if not left:
+                yield parts_of_pass
+                parts_of_pass, left = [], widest
+    if parts_of_pass:
+        yield parts_of_pass
+
+
 def next_power(number: int, least: int = 1) -> int:
     """Return the smallest power of two that is neither below `number` nor below `least`."""
     return max(least, 1 << (number - 1).bit_length())
+
+
+def smallest(numbers: Sequence[int], least: int) -> int:
+    """Return the smallest of `numbers` that is not below `least`, or a power of two."""
+    return min((number for number in numbers if number >= least), default=next_power(least))
 
 
 def list_pass(
@@ -192,12 +248,12 @@ def list_pass(
     pool: RowPool,
     tokens: Sequence[int] = (),
     wanted: Sequence[int] = (),
-    padded: bool = False,
+    padding: Padding | None = None,
 ) -> ListedRows:
     """List the rows of a pass over these parts, for which room is made. Raises `NoRoom`.
 
-    `tokens`: of all rows. `wanted`: the numbers of rows after which logits are wanted. `padded`:
-    the sizes are powers of two.
+    `tokens`: of all rows. `wanted`: the numbers of rows after which logits are wanted. `padding`:
+    how sizes are rounded up; None where they stay as they are.
     """
     totals = [part.cache.length + len(part.depths) for part in parts]
     for part, total in zip(parts, totals, strict=True):
@@ -207,9 +263,8 @@ def list_pass(
     sizes = PassSizes(
         sum(part.rows for part in parts), len(wanted), len(parts), max(pages), max([1, *depths])
     )
-    if padded:
-        least = PassSizes(rows=1, wanted=1, sequences=1, pages=4, path=16)
-        sizes = PassSizes(*map(next_power, sizes, least))
+    if padding is not None:
+        sizes = padding.around(sizes)
     numbers = np.zeros(sizes.numbers, np.int64)
     ends = np.cumsum([math.prod(shape) for shape in sizes.shapes])
     pieces = zip(np.split(numbers, ends[:-1]), sizes.shapes, strict=True)
@@ -238,4 +293,4 @@ def list_pass(
     if pool.zeros:
         of_parts = [(p.cache.states, p.parents, p.base, len(p.depths)) for p in parts]
         calls = recurrent_calls(of_parts, pool.device)
-    return ListedRows(numbers, sizes, pool.page, calls, [] if padded else texts)
+    return ListedRows(numbers, sizes, pool.page, calls, texts if padding is None else [])
