@@ -57,9 +57,9 @@ def made(name, dtype=torch.float32, sizes=SIZES):
     return fresh(name, dtype, sizes)
 
 
-def fresh(name, dtype=torch.float32, sizes=SIZES):
+def fresh(name, dtype=torch.float32, sizes=SIZES, device=CPU):
     model = tiny("", dtype, config=config(name))
-    return TorchModel(ModelParameters(model), describe(model), CPU, sizes=sizes)
+    return TorchModel(ModelParameters(model), describe(model), device, sizes=sizes)
 
 
 @functools.cache
@@ -231,8 +231,9 @@ def test_a_short_context_is_not_looked_at():
     assert not model.exact and model.pool.used == 0
 
 
-def test_the_check_gives_all_memory_back():
-    assert made("llama").pool.used == 0
+def test_the_check_gives_all_memory_back_and_makes_little():
+    pool = made("llama").pool
+    assert pool.used == 0 and pool.limit is None and pool.rows <= 64 * pool.page
 
 
 def test_wide_passes_are_cut_between_any_rows():
@@ -240,6 +241,17 @@ def test_wide_passes_are_cut_between_any_rows():
     parts = [uncommitted(Chain(model.pool.new(), range(count))) for count in (5, 1, 9)]
     cut = [[(part.base, len(part.depths)) for part in each] for each in passes_of(parts, 4)]
     assert cut == [[(0, 4)], [(4, 5), (0, 1), (0, 2)], [(2, 6)], [(6, 9)]]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", FORMATS)
+@torch.inference_mode()
+def test_rows_on_a_gpu_have_the_bits_of_the_same_rows_alone(dtype):
+    """Where the check, which is made by default, finds that they do."""
+    models = [fresh("wide", dtype, None, torch.device("cuda")) for _ in range(2)]
+    assert "rows" in models[0].describe() or "depend on the pass" in models[0].describe()
+    if models[0].exact:
+        assert wrong_rows(*models) == 0
 
 
 # answers

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INEXACT = (
-    "an answer may differ in a batch or with drafts where two tokens are nearly as likely, as only "
-    "the native kernels promise the same bits (%s)"
+    "an answer may differ in a batch or with drafts where two tokens are nearly as likely, as the "
+    "same bits are promised by the native kernels, and on CUDA where a check finds them (%s)"
 )
 
 AnyCheckpoint = Checkpoint | AdaptedCheckpoint | GgufCheckpoint

@@ -32,6 +32,7 @@ PATH = 12  # nodes of its path in a draft tree
 # How many of the text's last tokens are looked at: so many that they have `NUMBERS` numbers in keys
 # and values. Where each takes passes of its own, there are `FEW`.
 FEW, MOST, NUMBERS = 4, 64, 2**15
+PAGES = 64  # of keys and values, at most
 
 LogitsOf = Callable[[ListedRows], torch.Tensor]  # runs a pass: `[wanted, vocab]`
 
@@ -47,16 +48,18 @@ def find_padding(
     """
     if context is not None and context < 2 * max(sizes):
         return None
-    probe = _Probe(logits_of, pool, vocab, context, max(sizes))
+    limit, pool.limit = pool.limit, PAGES  # on CUDA, pools without a limit begin large
+    probe = Probe(logits_of, pool, vocab, context, max(sizes))
     try:
         rows = class_with_widest(probe.in_rows, sizes)
         wanted = class_with_widest(probe.in_wanted, sizes) if rows else ()
     finally:
         probe.release()
+        pool.limit = limit
     return Padding(rows, wanted) if rows and wanted else None
 
 
-class _Neighbours(NamedTuple):
+class Neighbours(NamedTuple):
     """Parts of a pass before and behind the part with the row that is looked at."""
 
     before: list[Part]
@@ -73,7 +76,7 @@ class _Neighbours(NamedTuple):
         return sum(part.rows for part in [*self.before, self.own]) - 1
 
 
-class _Probe:
+class Probe:
     """Runs the last tokens of a text, each of them wherever it is asked to.
 
     All that comes before a token has been run in the widest passes. There are two other sequences.
@@ -132,7 +135,7 @@ class _Probe:
 
     def _bits(
         self,
-        neighbours: _Neighbours,
+        neighbours: Neighbours,
         rows: range,
         wanted: list[int],
         first: int,
@@ -149,14 +152,14 @@ class _Probe:
             part.cache.release()
         return [_digest([of_rows[i] for of_rows in (logits, *written)]) for i in range(len(rows))]
 
-    def _neighbours(self, placement: Placement, end: int) -> _Neighbours:
+    def _neighbours(self, placement: Placement, end: int) -> Neighbours:
         """Return a pass in which the last token before `end` stands as `placement` says."""
         size, position, kind = placement
         own = self._own_part(kind, position, end)
         if kind == PADDING:
-            return _Neighbours([], own, [])
+            return Neighbours([], own, [])
         before, behind = position + 1 - own.rows, size - 1 - position
-        return _Neighbours(
+        return Neighbours(
             [self._chain(self._others[0], before)] if before else [],
             own,
             [self._tree(self._others[1], behind)] if behind else [],
