@@ -22,6 +22,7 @@ from quickbeam.models.base import (
 from quickbeam.models.compiled import kv_shapes
 from quickbeam.models.stack import Stack
 from quickbeam.models.stack_tensors import Parameters
+from quickbeam.models.torch.attention import runs_triton
 from quickbeam.models.torch.cuda_settings import fix_sums
 from quickbeam.models.torch.graphs import Graphs
 from quickbeam.models.torch.network import Network
@@ -59,7 +60,8 @@ class TorchModel(Model):
 
     `memory`: bytes that the weights may take there; those beyond it are copied from host memory in
     every pass (`pinned.py`, which `copies` is for); None for no bound. `reason`: why the native
-    kernels don't run it, in words.
+    kernels don't run it, in words. Weights of 4 bits stay packed where Triton's kernels run, and
+    all fit there; elsewhere they are widened.
 
     `sizes`: of passes among which those are looked for at load that give a row the same bits
     wherever it stands (`same_bits.py`); none to look for none, and by default those of `SIZES` on
@@ -89,7 +91,8 @@ class TorchModel(Model):
         vocab_size = parameters.shape(stack.head.weights[0].name)[0]
         with torch.inference_mode():
             first = device if memory is None else torch.device("cpu")
-            self._network = Network(parameters, stack, first, dtype)
+            packed = memory is None and runs_triton(device)
+            self._network = Network(parameters, stack, first, dtype, packed)
             if memory is not None:
                 self.streamed = pin_layers(self._network, memory, device, copies)
             zeros = self._network.zero_states()
