@@ -11,13 +11,13 @@ import torch.nn.functional as F
 
 from answers import PROMPTS, request, run
 from cases import few
-from models import tiny
+from models import random_tree, tiny
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.logitspec import LogitSpec
-from quickbeam.models.base import Batch, Chain
+from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.families import describe
 from quickbeam.models.stack_tensors import ModelParameters
 from quickbeam.models.torch import cuda_settings, paged_attention
@@ -240,6 +240,21 @@ def test_wide_passes_are_cut_between_any_rows():
     parts = [uncommitted(Chain(model.pool.new(), range(count))) for count in (5, 1, 9)]
     cut = [[(part.base, len(part.depths)) for part in each] for each in passes_of(parts, 4)]
     assert cut == [[(0, 4)], [(4, 5), (0, 1), (0, 2)], [(2, 6)], [(6, 9)]]
+
+
+@torch.inference_mode()
+def test_a_tree_that_is_run_in_parts_has_the_same_bits():
+    """A part of its nodes by an earlier pass, and the others in passes that are cut."""
+    model = made("llama")
+    tree = random_tree(torch.Generator().manual_seed(1), 45)
+    whole, in_parts = model.pool.new(), model.pool.new()
+    (right,) = model.forward(Batch([Draft(whole, tree)]))
+    (begun,) = model.forward(Batch([Draft(in_parts, tree.first(7))]))
+    (rest,) = model.forward(Batch([Draft(in_parts, tree, 7)]))
+    assert len(rest.logits) > 32
+    assert torch.equal(torch.cat([begun.logits, rest.logits]), right.logits)
+    whole.release()
+    in_parts.release()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -137,8 +137,8 @@ class TorchModel(Model):
         results, first = list[PassResults](), 0
         for parts_of_pass in passes:
             end = first + sum(part.rows for part in parts_of_pass)
-            own = [row - first for row in wanted if first <= row < end]
-            results.append(self._pass(parts_of_pass, tokens[first:end], own))
+            wanted_there = [row - first for row in wanted if first <= row < end]
+            results.append(self._pass(parts_of_pass, tokens[first:end], wanted_there))
             first = end
         logits = joined([result.logits for result in results])
         hidden = joined([result.hidden for result in results]) if self._watched else None

@@ -35,15 +35,15 @@ class PackedWeight(NamedTuple):
 
         They are tensors, or `BlockRows`.
         """
-        blocks = [one for one in weights if isinstance(one, BlockRows)]
-        names = {one.name for one in blocks}
+        blocks = [weight for weight in weights if isinstance(weight, BlockRows)]
+        names = {rows.name for rows in blocks}
         if len(blocks) < len(weights) or len(names) > 1 or not names <= PACKED_FORMATS:
             return None
         order, *others = map(order_of, blocks)
         if not all(same_order(order, other) for other in others):
             return None
         block = FORMATS[names.pop()].bytes
-        data = torch.unflatten(torch.cat([one.data for one in blocks]), -1, (-1, block))
+        data = torch.unflatten(torch.cat([rows.data for rows in blocks]), -1, (-1, block))
         scales = data[..., :4].contiguous().view(torch.float32).squeeze(-1)
         values = data[..., 5:].flatten(1).contiguous()
         zeros = data[..., 4].contiguous()

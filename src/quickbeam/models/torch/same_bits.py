@@ -63,17 +63,17 @@ class Neighbours(NamedTuple):
     """Parts of a pass before and behind the part with the row that is looked at."""
 
     before: list[Part]
-    own: Part
+    part: Part
     behind: list[Part]
 
     @property
     def parts(self) -> list[Part]:
-        return [*self.before, self.own, *self.behind]
+        return [*self.before, self.part, *self.behind]
 
     @property
     def row(self) -> int:
         """The number of the row that is looked at: the last one of its part."""
-        return sum(part.rows for part in [*self.before, self.own]) - 1
+        return sum(part.rows for part in [*self.before, self.part]) - 1
 
 
 class Probe:
@@ -92,12 +92,12 @@ class Probe:
         numbers = pool.page_bytes // pool.page // pool.dtype.itemsize
         rows = min(MOST, len(self._ids), max(FEW, NUMBERS // numbers))
         self._rows = range(len(self._ids) - rows, len(self._ids))
-        self._own = self._read(self._ids[:-1])
+        self._cache = self._read(self._ids[:-1])
         lengths = max(1, min(LONGER, most - widest)), 9
         self._others = [self._read(self._text(length, 5 + length)) for length in lengths]
 
     def release(self) -> None:
-        for cache in (self._own, *self._others):
+        for cache in (self._cache, *self._others):
             cache.release()
 
     def in_rows(self, placement: Placement) -> dict[int, bytes]:
@@ -155,21 +155,21 @@ class Probe:
     def _neighbours(self, placement: Placement, end: int) -> Neighbours:
         """Return a pass in which the last token before `end` stands as `placement` says."""
         size, position, kind = placement
-        own = self._own_part(kind, position, end)
+        part = self._part(kind, position, end)
         if kind == PADDING:
-            return Neighbours([], own, [])
-        before, behind = position + 1 - own.rows, size - 1 - position
+            return Neighbours([], part, [])
+        before, behind = position + 1 - part.rows, size - 1 - position
         return Neighbours(
             [self._chain(self._others[0], before)] if before else [],
-            own,
+            part,
             [self._tree(self._others[1], behind)] if behind else [],
         )
 
-    def _own_part(self, kind: str, position: int, end: int) -> Part:
+    def _part(self, kind: str, position: int, end: int) -> Part:
         """Return the part of the pass that ends in the row that is looked at."""
         tokens = {PROMPT: position + 1, TREE: min(PATH, position // 2 + 1)}.get(kind, 1)
         first = max(0, end - tokens)
-        cache = self._own.fork()
+        cache = self._cache.fork()
         cache.truncate(first)
         path = self._ids[first:end]
         if kind != TREE:
