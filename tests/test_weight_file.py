@@ -135,7 +135,7 @@ def test_another_way_of_packing_has_another_file(tmp_path, monkeypatch):
     assert len(names) == 3
 
 
-LARGE = 3 * cache.WHOLE
+LARGE = 3 * cache.SMALL_FILE
 
 
 def put(path, content):

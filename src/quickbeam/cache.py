@@ -1,7 +1,8 @@
-"""The folder that models are kept in. What is made there appears complete or not at all.
+"""The folder that models are kept in. A model appears there complete or not at all.
 
-It is made in a hidden place beside, under a lock, and renamed at the end. Whoever makes it next
-removes what an interrupted process left there. What is made of a file is kept under its `file_key`.
+A process writes it under a hidden name, while it holds a lock, and renames it at the end. The next
+process that writes it removes what an interrupted one left. What is derived from a file is kept
+under the file's `file_key`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from typing import BinaryIO
 from filelock import FileLock, Timeout
 from platformdirs import user_cache_dir
 
-WHOLE = 4 << 20  # bytes of a file that is hashed as a whole
+SMALL_FILE = 4 << 20  # bytes of a file that is hashed completely
 SAMPLE = 4096  # bytes that are hashed at each of several positions of a larger file
-APART = 1 << 20  # bytes from one position to the next, at least
+DISTANCE = 1 << 20  # bytes from one position to the next, at least
 SAMPLES = 512  # positions, at most
+SMALL_TENSOR = 64 << 10  # bytes of a tensor that is hashed completely, such as a norm's
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # the name of one of several files
-SMALL = 64 << 10  # bytes of a tensor that is hashed as a whole, such as a norm's
 
 Progress = Callable[[str, "float | None"], None]
-"""Called with what is going on, in a few words, and how far it is, from 0 to 1 (None: unknown)."""
+"""Called with the stage in a few words, and the share of it that is done, 0 to 1 (or None)."""
 
 
 def cache_folder() -> Path:
@@ -41,9 +42,9 @@ def cache_folder() -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    return all(
-        (folder / file).is_file() for file in ("config.json", "model.safetensors", "tokenizer.json")
-    )
+    """Whether a folder has all files of a model."""
+    files = ("config.json", "model.safetensors", "tokenizer.json")
+    return all((folder / file).is_file() for file in files)
 
 
 @contextmanager
@@ -61,14 +62,14 @@ def alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         lock.release()
 
 
-def sweep(made: Path) -> None:
-    """Remove what interrupted processes left that were making `made`, a file or a folder.
+def sweep(target: Path) -> None:
+    """Remove what interrupted processes left that were writing `target`, a file or a folder.
 
-    The caller holds its lock, so no living process works on it.
+    The caller holds the lock of `target`, so no other process is writing it.
     """
-    work = re.compile(rf"\.{re.escape(made.name)}\.\d+\.tmp")
-    for path in made.parent.iterdir():
-        if work.fullmatch(path.name):
+    temporary = re.compile(rf"\.{re.escape(target.name)}\.\d+\.tmp")
+    for path in target.parent.iterdir():
+        if temporary.fullmatch(path.name):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -78,66 +79,72 @@ def sweep(made: Path) -> None:
 def file_key(path: Path) -> str:
     """Return a hash that changes once the file under a path is another one.
 
-    It is made of the path, the size, the inode, the times of modification and of change, and of
-    content: all of a file of at most `WHOLE` bytes; of a larger one samples, evenly spread from its
-    beginning to its end, and each small tensor of a `.safetensors` file. A `.gguf` model in several
-    files has one key for all of them.
+    The hash is made of the path, the size, the inode, the times of modification and of change, and
+    of content. Of a file of at most `SMALL_FILE` bytes this is all of it. Of a larger file it is
+    samples, evenly spread from the beginning to the end, and each small tensor of a `.safetensors`
+    file. A `.gguf` model in several files has one key for all of them.
 
     No part is enough by itself. Archives, image layers and `cp -p` set any time of modification.
     Samples miss a small change; but where a file can be changed, each change sets the time of
     change, which no program can choose. Read-only images have no such time; there samples tell
     files apart that differ in more than a few numbers.
 
-    A copy has another key than its original, so what is kept is made again for the copy. To hash
-    all of a large file at each start would cost more. Raises `OSError` for a file that can't be
-    read.
+    A copy has another key than its original, so what is derived from the file is made again for the
+    copy. To hash all of a large file at each start would cost more. Raises `OSError` for a file
+    that can't be read.
     """
     digest = hashlib.sha256()
     for part in split_files(path):
         with open(part, "rb", buffering=0) as file:
-            state = os.fstat(file.fileno())
-            about = (state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns)
-            digest.update(f"{part.resolve()} {about}".encode())
-            for first, count in _hashed(file, part.suffix, state.st_size):
-                file.seek(first)
+            status = os.fstat(file.fileno())
+            numbers = (status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+            digest.update(f"{part.resolve()} {numbers}".encode())
+            for begin, count in _hashed_parts(file, part.suffix, status.st_size):
+                file.seek(begin)
                 digest.update(file.read(count))
     return digest.hexdigest()
 
 
 def split_files(path: Path) -> list[Path]:
     """Return a file; of a `.gguf` model in several files (`NAME-00001-of-00003.gguf`), all."""
-    name = SPLIT.fullmatch(path.name)
-    if name is None:
+    match = SPLIT.fullmatch(path.name)
+    if match is None:
         return [path]
-    every = re.compile(rf"{re.escape(name[1])}-\d{{5}}-of-{name[2]}\.gguf")
-    return sorted(one for one in path.parent.iterdir() if every.fullmatch(one.name))
+    name, count = match.groups()
+    sibling = re.compile(rf"{re.escape(name)}-\d{{5}}-of-{count}\.gguf")
+    return sorted(file for file in path.parent.iterdir() if sibling.fullmatch(file.name))
 
 
-def _hashed(file: BinaryIO, suffix: str, size: int) -> Iterator[tuple[int, int]]:
-    """Yield which parts of a file are hashed: the first byte of each, and how many."""
-    if size <= WHOLE:
+def _hashed_parts(file: BinaryIO, suffix: str, size: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a file that are hashed: the first byte of each, and its bytes."""
+    if size <= SMALL_FILE:
         yield 0, size
         return
-    apart = max(APART, size // SAMPLES)
-    for first in range(0, size - SAMPLE, apart):
-        yield first, SAMPLE
+    distance = max(DISTANCE, size // SAMPLES)
+    for begin in range(0, size - SAMPLE, distance):
+        yield begin, SAMPLE
     yield size - SAMPLE, SAMPLE
     if suffix == ".safetensors":
         yield from _small_tensors(file, size)
 
 
 def _small_tensors(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
+    """Yield where the small tensors of a `.safetensors` file are: first byte, and bytes."""
     file.seek(0)
-    begin = 8 + int.from_bytes(file.read(8), "little")
+    data_begin = 8 + int.from_bytes(file.read(8), "little")
+    small = list[tuple[int, int]]()
     try:
-        tensors = json.loads(file.read(min(begin, size) - 8))
+        tensors = json.loads(file.read(min(data_begin, size) - 8))
         tensors.pop("__metadata__", None)
-        spans = [one["data_offsets"] for one in tensors.values()]
-        small = sorted((first, last - first) for first, last in spans if last - first <= SMALL)
+        for tensor in tensors.values():
+            begin, end = tensor["data_offsets"]
+            if end - begin <= SMALL_TENSOR:
+                small.append((begin, end - begin))
+        small.sort()
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return  # a broken file: what reads its tensors says so
-    for first, count in small:
-        yield begin + first, max(0, count)
+        return  # a broken file, which is reported when its tensors are read
+    for begin, count in small:
+        yield data_begin + begin, max(0, count)
 
 
 def folder_bytes(folder: Path) -> int:

