@@ -67,7 +67,7 @@ EMBEDDED: dict[str, Embedded] = {
 
 
 def quiet(stage: str, fraction: float | None) -> None:
-    """Ignore how far something is."""
+    """Report no progress."""
 
 
 def resolve(model: str | None, progress: Progress | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The figures of a run, as Markdown tables and as JSON; and on what machine it was made."""
+"""The figures of a run, as Markdown tables and as JSON, and the machine that it was made on."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class GrammarCompiler:
         named = self._named(source)
         named_added = named.intersection(vocabulary.added.values())
         tokenizer = self._tokenizer(named_added - vocabulary.special)
-        matcher = self._match(grammar, tokenizer)
+        matcher = self._llguidance_matcher(grammar, tokenizer)
         self._check_spelling(grammar)
         for note in grammar.left_out[:MOST_LOGGED]:
             logger.warning("%s: answers are not held to %s", grammar.kind, note)
@@ -93,8 +93,8 @@ class GrammarCompiler:
             named_text=named - special,
         )
 
-    def _match(self, grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
-        """Return a grammar's matcher. Raises `InvalidInput` for a grammar that can't be used."""
+    def _llguidance_matcher(self, grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+        """Return llguidance's matcher of a grammar. Raises `InvalidInput` for one it can't take."""
         try:
             text = self._llguidance_text(grammar)
         except ValueError as error:
@@ -103,12 +103,12 @@ class GrammarCompiler:
         if reason is not None:
             raise InvalidInput(f"{grammar.kind}: {reason}")
 
-        def compile_text() -> LLMatcher:
+        def compile_here() -> LLMatcher:
             from llguidance import LLMatcher
 
             return LLMatcher(tokenizer, text, log_level=0)
 
-        matcher = in_own_thread(compile_text, 2 * trial.STACK)
+        matcher = in_own_thread(compile_here, 2 * trial.STACK)
         if matcher.is_error():
             reason = matcher.get_error().strip()
             if "panic" in reason:

@@ -25,8 +25,8 @@ class Grammar:
     - `kind`: one of `KINDS`.
     - `text`: the schema, expression or grammar.
     - `any_whitespace`: for JSON; see `json_schema`.
-    - `left_out`: what of a schema answers are not held to: `uniqueItems at #/properties/tags`; at
-      most 100 notes.
+    - `left_out`: the keywords of a schema that answers are not held to, at most 100:
+      `uniqueItems at #/properties/tags`.
 
     Raises `InvalidInput` for an unknown kind, and if `text` is not text.
     """

@@ -115,7 +115,7 @@ def _parts(component: Any) -> list[Any]:
 
 
 class _Wrapper:
-    """What llguidance asks of a tokenizer. The names of the fields and of the call are its."""
+    """A tokenizer with the fields and the call that llguidance asks for."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
