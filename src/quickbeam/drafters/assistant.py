@@ -29,7 +29,7 @@ from quickbeam.drafters.shortlist.native import NativeHead, rows_format
 from quickbeam.drafters.shortlist.shortlist import Shortlist, head_kernels
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
-from quickbeam.models.checkpoint import ModelConfig, read_config, read_json
+from quickbeam.models.checkpoint import ModelConfig, read_config
 from quickbeam.models.compiled import NativeLinear
 from quickbeam.models.families.gemma import gemma4
 from quickbeam.models.families.reading import Config
@@ -42,7 +42,6 @@ from quickbeam.models.stack import Linear, Stack, Tensor
 from quickbeam.models.stack_tensors import Parameters, names
 from quickbeam.tree import TokenTree
 
-KINDS = "gemma4_assistant", "gemma4_unified_assistant"
 MODULES = ("embed_tokens.", "layers.", "norm.")  # of the decoder
 JOIN, SPLIT = "pre_projection.weight", "post_projection.weight"
 TABLE = "model.embed_tokens.weight"
@@ -215,11 +214,6 @@ class AssistantDrafter(Drafter):
 # --- loading, in transformers' layout ---
 
 
-def is_assistant(folder: Path) -> bool:
-    """Whether `folder` holds an assistant of Gemma 4. Reads only its configuration."""
-    return read_json(folder / "config.json").get("model_type") in KINDS
-
-
 def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
     """Load the assistant in `folder` for `model`, which the native kernels must run.
 
@@ -257,7 +251,6 @@ def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
         passes = AssistantPasses(parameters, stack, model.pool, weights)
         head = _head(parameters, whole, model.pool)
     drafter = AssistantDrafter(passes, head, model, model.config.num_hidden_layers + 1)
-    drafter.folder = folder
     return drafter
 
 

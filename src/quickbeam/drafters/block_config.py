@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quickbeam.drafters.folder import SIZES, WINDOWED, layer_fields, layer_windows
+from quickbeam.drafters.layouts import GEMMA_DSPARK, architectures, block_layout, whole
 from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import MOST as LAYERS
-
-SPECULATORS = ("dflash", "dflash2", "dspark")  # `speculators_model_type` of block drafters
-MUSE, GEMMA = "muse_glimmer_assistant", "Gemma4DSparkModel"
 
 MOST = 1024  # rows of a block, at most
 # by field of `BlockConfig`: its name in config.json, the least and largest number
@@ -40,15 +38,6 @@ KNOWN: tuple[tuple[Any, ...], ...] = (
     ("draft_ffn_type", "dense"),
 )
 ACTIVATIONS = ("hidden_act", "silu"), ("hidden_activation", "gelu_pytorch_tanh")
-
-
-def whole(fields: dict[str, Any], name: str, least: int, most: int | None) -> int:
-    """Return a whole number of a configuration. Raises `InvalidInput` for anything else."""
-    value = fields.get(name)
-    if type(value) is not int or value < least or (most is not None and value > most):
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise InvalidInput(f"its config says {name}: {value!r}; must be a whole number {bounds}")
-    return value
 
 
 def scale(fields: dict[str, Any], name: str, usual: float) -> float:
@@ -131,9 +120,8 @@ class BlockConfig:
 
         Raises `InvalidInput` for fields that the network can't represent.
         """
-        named = record.get("architectures") or []
-        names = [str(one) for one in (named if isinstance(named, list) else [named])]
-        fields, gemma = _with_other_names(record, names), GEMMA in names
+        fields, names = block_layout(record).fields(record), architectures(record)
+        gemma = GEMMA_DSPARK in names
         for name, *known in (*KNOWN, ACTIVATIONS[gemma]):
             if (value := fields.get(name)) is not None and value not in known:
                 raise InvalidInput(
@@ -211,7 +199,7 @@ class BlockConfig:
         if not self.gemma:
             return {}
         heads = {"global_head_dim": self.head_dim, "num_global_key_value_heads": self.kv_heads}
-        return heads | {"architectures": [GEMMA], "attention_k_eq_v": self.values_are_keys}
+        return heads | {"architectures": [GEMMA_DSPARK], "attention_k_eq_v": self.values_are_keys}
 
     def _window_fields(self) -> dict[str, Any]:
         if not self.windows:
@@ -219,44 +207,6 @@ class BlockConfig:
         kinds = [WINDOWED if window else "full_attention" for window in self.windows]
         size = max(window or 0 for window in self.windows)
         return {"layer_types": kinds, "sliding_window": size, "use_sliding_window": True}
-
-
-def _with_other_names(record: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Return a configuration's fields under DSpark's names, those of its parts among them.
-
-    `names`: of its architectures.
-
-    In `speculators`, ids of hidden states count the layers before them, and only layers with a
-    window may be causal. Muse Glimmer's assistant is a DFlash, whose rows see as far as the window
-    on both sides, the end included (`sliding_window_bidirectional_overlay` in transformers).
-    DeepSpec's drafters for Gemma 4 have the layers that Gemma 4 has without a window, and scale
-    embeddings as it does.
-    """
-    fields = dict(record)
-    for name in ("transformer_layer_config", "dflash_config"):
-        fields |= record.get(name) or {}
-    if (kind := record.get("speculators_model_type")) in SPECULATORS:
-        taps: Any = fields.get("aux_hidden_state_layer_ids")
-        if isinstance(taps, list) and all(type(one) is int for one in taps):
-            taps = [one - 1 for one in taps]
-        causal = False if fields.get("sliding_window_non_causal") else None
-        fields = {"sample_from_anchor": kind == "dspark"} | fields
-        return fields | {"target_layer_ids": taps, "is_causal": causal}
-    if record.get("model_type") == MUSE:
-        window = whole(fields, "sliding_window", 1, None) + 1
-        kinds = fields.get("layer_types") or [WINDOWED] * whole(fields, *NUMBERS["depth"])
-        fields |= {"sliding_window": window, "layer_types": kinds}
-        return fields | {"sample_from_anchor": False, "is_causal": False}
-    if GEMMA in names:
-        of_keys = bool(fields.get("attention_k_eq_v"))
-        heads = "num_global_key_value_heads" if of_keys else "num_key_value_heads"
-        rope = fields.get("rope_parameters") or {}
-        if fields.get("input_embedding_scale") is None:
-            fields["input_embedding_scale"] = whole(fields, "hidden_size", 1, None) ** 0.5
-        fields |= {"head_dim": whole(fields, "global_head_dim", 1, None)}
-        fields |= {"num_key_value_heads": whole(fields, heads, 1, None)}
-        fields |= {"rope_parameters": rope.get("full_attention", rope) or None}
-    return fields
 
 
 def _attention_fields(fields: dict[str, Any], depth: int, block_size: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from quickbeam.drafters.block_config import SPECULATORS, BlockConfig
+from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.folder import (
     TargetParts,
@@ -23,6 +23,16 @@ from quickbeam.drafters.folder import (
     named_errors,
     read_tensors,
     refuse_other_target,
+)
+from quickbeam.drafters.layouts import (
+    COPIES,
+    DERIVED,
+    DFLASH,
+    GGUF_IN_LAYER,
+    GGUF_KEYS,
+    GGUF_MODULES,
+    GGUF_OPTIONAL_KEYS,
+    block_layout,
 )
 from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
@@ -33,82 +43,8 @@ from quickbeam.models.gguf.metadata import Metadata, rope_of
 from quickbeam.models.native import library
 
 TURNED = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "q_norm", "k_norm"))
-RENAMED = (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."))  # Muse Glimmer's
 MASK = "mask_embedding.pt"  # beside the weights, where the target's row is not the trained one
-# tensors that are not read: copies of the target's own, and what follows from others
-COPIES = ("embed_tokens.", "lm_head.")
-DERIVED = ("d2t", "rotary_emb.", "t2d", "verifier_lm_head.", "verifier_norm.")
-ARCHITECTURE = "dflash"
-MODULES = {  # of the network, by the file's names
-    "fc": "fc",
-    "enc.output_norm": "hidden_norm",
-    "output_norm": "norm",
-    "markov_w1": "markov_head.markov_w1",
-    "markov_w2": "markov_head.markov_w2",
-    "conf_proj": "confidence_head.proj",
-    "selector_predecessor": "candidate_selector.predecessor_codebook",
-    "selector_successor": "candidate_selector.successor_codebook",
-    "selector_hidden": "candidate_selector.hidden_projection",
-}
-IN_LAYER = {  # the same, of a layer
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_conv_base": "attention_conv.base_kernel",
-    "attn_conv_proj": "attention_conv.kernel_projection",
-    "ffn_norm": "post_attention_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_conv_base": "mlp_conv.base_kernel",
-    "ffn_conv_proj": "mlp_conv.kernel_projection",
-}
 UNREAD = ("token_embd.weight", "output.weight")  # taken for copies of the target's
-# in the file's metadata, by the names of configurations
-KEYS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "max_position_embeddings": "context_length",
-    "block_size": "block_size",
-}
-OPTIONAL_KEYS = {
-    "head_dim": "attention.key_length",
-    "is_causal": "attention.causal",
-    "sample_from_anchor": "sample_from_anchor",
-    "sliding_window": "attention.sliding_window",
-    "conv_kernel_size": "conv_kernel_size",
-    "conv_group_size": "conv_group_size",
-    "selector_rank": "selector_rank",
-    "selector_top_k": "selector_top_k",
-    "input_embedding_scale": "embedding_scale",
-    "output_multiplier": "logit_scale",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
-
-
-def is_block(path: Path) -> bool:
-    """Whether a folder or `.gguf` file holds a block drafter. Reads only its configuration."""
-    if not path.is_dir():
-        return (
-            path.suffix == ".gguf"
-            and path.is_file()
-            and GgufFile(path).metadata.get("general.architecture") == ARCHITECTURE
-        )
-    record = read_json(path / "config.json")
-    if record.get("speculators_model_type") in SPECULATORS:
-        return True
-    nested = record.get("dflash_config")
-    fields = {**record, **nested} if isinstance(nested, dict) else record
-    return "block_size" in fields and ("dflash_config" in record or "target_layer_ids" in record)
 
 
 def _renamed(
@@ -122,7 +58,7 @@ def _renamed(
     """
     stored = dict[str, torch.Tensor]()
     for name, tensor in tensors.items():
-        for old, new in RENAMED:
+        for old, new in block_layout(record).renamed.items():
             name = new + name.removeprefix(old) if name.startswith(old) else name
         stored[f"{name}.weight" if name.endswith("_codebook") else name] = tensor
     name = "confidence_head.proj.weight"
@@ -192,18 +128,18 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     Raises `InvalidInput`, and `NotDescribed` for metadata that is not known.
     """
     file = GgufFile(path)
-    m = Metadata(file, ARCHITECTURE)
-    fields: dict[str, Any] = {name: m[key] for name, key in KEYS.items()}
-    fields |= {name: m.get(key) for name, key in OPTIONAL_KEYS.items()}
+    m = Metadata(file, DFLASH)
+    fields: dict[str, Any] = {name: m[key] for name, key in GGUF_KEYS.items()}
+    fields |= {name: m.get(key) for name, key in GGUF_OPTIONAL_KEYS.items()}
     dim = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
     fields |= {"head_dim": dim, "rope_parameters": rope_of(m, dim)}
-    taps = file.metadata.get(f"{ARCHITECTURE}.target_layers")
+    taps = file.metadata.get(f"{DFLASH}.target_layers")
     mask = file.metadata.get("tokenizer.ggml.mask_token_id")
     if taps is None or mask is None:
         raise InvalidInput("its metadata lacks dflash.target_layers or the mask token")
     fields |= {"target_layer_ids": [int(one) - 1 for one in taps], "mask_token_id": mask}
     if fields["sliding_window"]:
-        near = file.metadata.get(f"{ARCHITECTURE}.attention.sliding_window_pattern")
+        near = file.metadata.get(f"{DFLASH}.attention.sliding_window_pattern")
         if not isinstance(near, np.ndarray) or near.dtype != np.bool_:
             raise InvalidInput("its metadata has a window, but does not say of which layers")
         kinds = "full_attention", "sliding_attention"
@@ -244,7 +180,7 @@ def _own_name(name: str) -> str:
     """Return the network's name of a tensor; the file's where it is not known."""
     module, _, kind = name.rpartition(".")
     if layer := re.fullmatch(r"blk\.(\d{1,6})\.(\w+)(\.(?:weight|bias))?", name):
-        own = IN_LAYER.get(layer[2], layer[2])
+        own = GGUF_IN_LAYER.get(layer[2], layer[2])
         kind = "" if own.endswith("base_kernel") else layer[3] or ""
         return f"layers.{layer[1]}.{own}{kind}"
-    return f"{MODULES[module]}.{kind}" if module in MODULES else name
+    return f"{GGUF_MODULES[module]}.{kind}" if module in GGUF_MODULES else name

@@ -22,7 +22,6 @@ from quickbeam.drafters.folder import rope_parameters
 from quickbeam.models.angles import Angles
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-MODEL_TYPE = "quickbeam-eagle"
 
 
 @dataclass(frozen=True)

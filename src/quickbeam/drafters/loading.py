@@ -1,7 +1,7 @@
 """Builds a drafter from what `--drafter` names.
 
-This is a smaller model, a feature drafter in any layout that `checkpoints.py` reads, a block
-drafter, an assistant of Gemma 4, or an MTP head in the model's own checkpoint.
+This is a smaller model, a feature or block drafter or an assistant of Gemma 4 in any layout that
+`layouts.py` has, or an MTP head in the model's own checkpoint.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from quickbeam import hub
-from quickbeam.drafters.assistant import is_assistant, load_assistant
+from quickbeam.drafters.assistant import load_assistant
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
-from quickbeam.drafters.block_files import MASK, is_block, load_block
-from quickbeam.drafters.checkpoints import is_eagle, load_eagle
+from quickbeam.drafters.block_files import MASK, load_block
 from quickbeam.drafters.draft_model import LMDrafter, Translation, same_tokens
 from quickbeam.drafters.eagle import eagle_drafter
+from quickbeam.drafters.eagle_files import load_eagle
 from quickbeam.drafters.folder import TargetParts
+from quickbeam.drafters.layouts import ASSISTANT, BLOCK, layout_of
 from quickbeam.drafters.mtp import load_mtp
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
@@ -58,20 +59,10 @@ def load_drafter(
     place = Path(hub.resolve(name, progress)).expanduser()
     if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
         place = _fetch(name, trust_remote_code)
-    if place.is_dir() and is_assistant(place):
+    layout = layout_of(place)
+    if layout is not None:
         _refuse_weights(name, weights)
-        return load_assistant(place, target)
-    block = is_block(place)
-    if block or (place.is_dir() and is_eagle(place)):
-        _refuse_weights(name, weights)
-        if target.streamed is not None:
-            logger.warning("the model's embedding and head are in memory for this drafter, too")
-        parts = TargetParts.of(target)
-        drafter: Drafter
-        if block:
-            drafter = BlockDrafter(load_block(place, parts), target)
-        else:
-            drafter = eagle_drafter(load_eagle(place, parts), target)
+        drafter = _load_network(layout.kind, place, target)
         drafter.folder = place
         return drafter
     weights = weights or target.weights
@@ -82,6 +73,18 @@ def load_drafter(
         translation = Translation(tokenizer, opened.tokenizer, sizes)
         return LMDrafter(opened.model, sizes[1], translation=translation)
     return LMDrafter(opened.model, target.vocab_size)
+
+
+def _load_network(kind: str, place: Path, target: Model) -> Drafter:
+    """Load a drafter that has a layout of its own, of a `kind` of `layouts.py`."""
+    if kind == ASSISTANT:
+        return load_assistant(place, target)
+    if target.streamed is not None:
+        logger.warning("the model's embedding and head are in memory for this drafter, too")
+    parts = TargetParts.of(target)
+    if kind == BLOCK:
+        return BlockDrafter(load_block(place, parts), target)
+    return eagle_drafter(load_eagle(place, parts), target)
 
 
 def _refuse_weights(name: str, weights: str | None) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from quickbeam import hub
-from quickbeam.drafters.block_files import is_block
-from quickbeam.drafters.checkpoints import load_eagle
+from quickbeam.drafters.eagle_files import load_eagle
 from quickbeam.drafters.folder import TargetParts
+from quickbeam.drafters.layouts import BLOCK, is_kind
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router
 from quickbeam.drafters.shortlist.shortlist import Artefact
@@ -57,7 +57,7 @@ class ShortlistTraining:
         seed: int = 0,
     ) -> None:
         self.out, self.plan, self.seed, self.shards = out, plan, seed, Shards(out / "text")
-        if is_block(out):
+        if is_kind(out, BLOCK):
             raise InvalidInput(
                 f"{out} holds a block drafter: clusters and routers are for feature drafters "
                 "(EAGLE), and its list of frequent tokens was written when it was trained"

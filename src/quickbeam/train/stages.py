@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from quickbeam import hub
 from quickbeam.drafters.block_config import BlockConfig
-from quickbeam.drafters.block_files import is_block, load_block
+from quickbeam.drafters.block_files import load_block
 from quickbeam.drafters.folder import TargetParts, embed_scale
+from quickbeam.drafters.layouts import BLOCK, is_kind
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
@@ -159,7 +160,7 @@ class BlockStage:
         self.target = FrozenTarget(model, (*config.taps, count + 1))
         network = new_network(config, self.target, plan.recipe.seed)
         if plan.start is not None:
-            if not is_block(plan.start):
+            if not is_kind(plan.start, BLOCK):
                 raise InvalidInput(f"--start {plan.start}: must be the folder of a block drafter")
             parts = count, config.target_size, config.vocab_size, self.target.embedding
             network = load_block(plan.start, TargetParts(*parts, torch.nn.Identity()))
