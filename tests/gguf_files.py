@@ -330,7 +330,7 @@ def block_drafter(path, network, kind=None):
         own |= {"selector_rank": c.markov_rank, "selector_top_k": c.top_k}
     for name, value in own.items():
         writer.add_uint32(f"{DFLASH}.{name}", value)
-    writer.add_array(f"{DFLASH}.target_layers", list(c.taps))
+    writer.add_array(f"{DFLASH}.target_layers", list(c.aux_layers))
     writer.add_bool(f"{DFLASH}.sample_from_anchor", c.from_anchor)
     scales = {"embedding_scale": c.embedding_scale, "logit_scale": c.output_multiplier}
     for name, value in (scales | {"final_logit_softcapping": c.softcap}).items():

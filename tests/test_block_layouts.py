@@ -20,12 +20,13 @@ from features import words
 from models import SIZES, VOCAB, spread_out, tiny
 from quickbeam import LLM
 from quickbeam.drafters import folder
-from quickbeam.drafters.block import BlockDrafter, NativeBlocks, TorchBlocks
+from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_config import BlockConfig
-from quickbeam.drafters.block_files import TURNED, load_block
+from quickbeam.drafters.block_files import ROTATED, load_block
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.layouts import BLOCK, is_kind
+from quickbeam.drafters.passes import NativePasses, TorchPasses
 from quickbeam.drafters.vocabulary import make_shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.checkpoint import Checkpoint
@@ -121,7 +122,7 @@ def test_the_layout_of_speculators_is_read(toys, tmp_path):
     whole["lm_head.weight"] = torch.ones(VOCAB, D)  # a copy, too
     flash = {"speculators_model_type": "dflash", "draft_vocab_size": VOCAB, "markov_rank": 0}
     given = config(whole, **flash, enable_confidence_head=False)
-    assert given == replace(KINDS["dflash"], taps=(1, 2))
+    assert given == replace(KINDS["dflash"], aux_layers=(1, 2))
     refuses("more than once", config, state | {"d2t": -torch.arange(60)})
     refuses("lack d2t", config, {name: one for name, one in state.items() if name != "d2t"})
 
@@ -169,7 +170,7 @@ def test_the_layouts_of_dflash2_and_liquidai_are_read(toys, tmp_path):
     (tmp_path / "mask_embedding.pt").unlink()
     state = toys["dspark"].network.state_dict()
     order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of a head's dimensions, in turn
-    turned = {name: one for name, one in state.items() if name.endswith(TURNED)}
+    turned = {name: one for name, one in state.items() if name.endswith(ROTATED)}
     for name, one in turned.items():
         turned[name] = one.unflatten(0, (-1, 8))[:, order].flatten(0, 1)
     assert len(turned) == 8
@@ -261,7 +262,7 @@ def test_a_gguf_drafter_drafts_for_a_gguf_target(tmp_path):
         assert given.statistics.sources["drafter"].drafted
     toy, probs, ids = Toy.__new__(Toy), [], words(random.Random(0), 20)
     toy.target = open_model(str(model), None, torch.device("cpu")).model
-    for kind, native in ((NativeBlocks, True), (TorchBlocks, False)):
+    for kind, native in ((NativePasses, True), (TorchPasses, False)):
         loaded = load_block(file, TargetParts.of(toy.target))
         toy.drafter = BlockDrafter(loaded, toy.target, within=math.inf, native=native)
         assert isinstance(toy.drafter.passes, kind)

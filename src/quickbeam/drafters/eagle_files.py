@@ -57,9 +57,9 @@ def load_eagle(folder: Path, target: TargetParts) -> EagleHead:
         state = read_tensors(folder)
         layout = layout_of(folder)
         if fields.get("model_type") == OWN_EAGLE:
-            known = {name: value for name, value in fields.items() if name not in DROPPED}
-            known["layers"] = tuple(known["layers"])
-            config = EagleConfig(**known)
+            own_fields = {name: fields[name] for name in fields.keys() - {*DROPPED}}
+            own_fields["layers"] = tuple(own_fields["layers"])
+            config = EagleConfig(**own_fields)
         elif layout is None or not layout.modules:
             raise InvalidInput(_not_known(fields, state))
         else:
@@ -83,9 +83,12 @@ def load_eagle(folder: Path, target: TargetParts) -> EagleHead:
 
 def _not_known(fields: Fields, state: Mapping[str, torch.Tensor]) -> str:
     kind = fields.get("speculators_model_type")
-    given = f"speculators_model_type {kind!r}, tensors {', '.join(sorted(state)[:3])}, ..."
+    tensors = ", ".join(sorted(state)[:3])
     known = ", ".join(layout.publisher for layout in LAYOUTS if layout.kind == EAGLE)
-    return f"this is no known feature drafter ({given}); known: {known}"
+    return (
+        f"this is no known feature drafter (speculators_model_type {kind!r}, tensors {tensors}, "
+        f"...); known: {known}"
+    )
 
 
 def _config(

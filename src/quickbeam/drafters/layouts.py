@@ -6,6 +6,7 @@ have to know which tensors are not theirs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,10 +100,19 @@ def _eagle(publisher: str, layer: str, fc: str = "fc") -> Layout:
 
 
 def _flat(record: Fields) -> Fields:
-    """Return a configuration's fields with those of its parts."""
+    """Return a configuration's fields with those of its parts.
+
+    The anchor's row drafts a token in DSpark's drafters, and none in DFlash's.
+    """
     layer = record.get("transformer_layer_config") or {}
     nested = record.get("dflash_config") or {}
-    return record | layer | nested
+    fields = record | layer | nested
+    if fields.get("sample_from_anchor") is None:
+        named_dspark = any("DSpark" in name for name in architectures(record))
+        says_dspark = fields.get("projector_type") == "dspark" or fields.get("shift_label")
+        is_dspark = named_dspark or says_dspark or "dflash_config" not in record
+        fields["sample_from_anchor"] = is_dspark
+    return fields
 
 
 def _speculators_block(record: Fields) -> Fields:
@@ -111,7 +121,8 @@ def _speculators_block(record: Fields) -> Fields:
     aux_layers: Any = fields.get("aux_hidden_state_layer_ids")
     if isinstance(aux_layers, list) and all(type(layer) is int for layer in aux_layers):
         aux_layers = [layer - 1 for layer in aux_layers]
-    fields.setdefault("sample_from_anchor", record["speculators_model_type"] == "dspark")
+    if record.get("sample_from_anchor") is None:
+        fields["sample_from_anchor"] = record["speculators_model_type"] == "dspark"
     fields["target_layer_ids"] = aux_layers
     fields["is_causal"] = False if fields.get("sliding_window_non_causal") else None
     return fields
@@ -156,13 +167,32 @@ def _is_block(record: Fields) -> bool:
     return "block_size" in fields and ("dflash_config" in record or "target_layer_ids" in record)
 
 
-def whole(fields: Fields, name: str, least: int, most: int | None) -> int:
-    """Return a whole number of a configuration. Raises `InvalidInput` for anything else."""
+# --- fields ---
+
+
+def whole(
+    fields: Fields, name: str, least: int, most: int | None, default: int | None = None
+) -> int:
+    """Return a whole number of a configuration, `default` where it is missing if there is one.
+
+    Raises `InvalidInput` for anything else.
+    """
     value = fields.get(name)
+    if value is None and default is not None:
+        return default
     if type(value) is not int or value < least or (most is not None and value > most):
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise InvalidInput(f"its config says {name}: {value!r}; must be a whole number {bounds}")
     return value
+
+
+def scale(fields: Fields, name: str, default: float) -> float:
+    """Return a factor of a configuration, `default` where it is missing. Raises `InvalidInput`."""
+    value = default if fields.get(name) is None else fields[name]
+    fits = type(value) in (int, float) and math.isfinite(value) and value >= 0
+    if not fits or (value == 0 and default):
+        raise InvalidInput(f"its config says {name}: {value!r}; must be a positive number")
+    return float(value)
 
 
 # --- the table ---
@@ -261,23 +291,23 @@ GGUF_OPTIONAL_KEYS = {
 }
 
 
-def layout_of(place: Path) -> Layout | None:
+def layout_of(path: Path) -> Layout | None:
     """Return the layout of a drafter in a folder or `.gguf` file, None where there is none.
 
     Only a configuration and names of tensors are read. Raises `InvalidInput` for a file that can't
     be read.
     """
-    if not place.is_dir():
-        if place.suffix != ".gguf" or not place.is_file():
+    if not path.is_dir():
+        if path.suffix != ".gguf" or not path.is_file():
             return None
-        architecture = GgufFile(place).metadata.get("general.architecture")
+        architecture = GgufFile(path).metadata.get("general.architecture")
         return LLAMA_CPP if architecture == DFLASH else None
-    record = read_json(place / "config.json")
+    record = read_json(path / "config.json")
     possible = [layout for layout in LAYOUTS if layout.recognises(record)]
     if possible and not possible[0].tensors:
         return possible[0]
     try:
-        names: Collection[str] = read_tensors(place).keys()
+        names: Collection[str] = read_tensors(path).keys()
     except InvalidInput:
         names = ()
     for layout in possible:
@@ -287,9 +317,9 @@ def layout_of(place: Path) -> Layout | None:
     return OTHER if unknown else None
 
 
-def is_kind(place: Path, kind: str) -> bool:
+def is_kind(path: Path, kind: str) -> bool:
     """Whether a folder or `.gguf` file holds a drafter of this kind."""
-    layout = layout_of(place)
+    layout = layout_of(path)
     return layout is not None and layout.kind == kind
 
 

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_model import Attend, BlockNetwork
+from quickbeam.drafters.network import LayerInputs
+from quickbeam.models.torch.network import LayerStack
 from quickbeam.models.torch.pages import to_device
 from quickbeam.train.shards import Shards, collate
 from quickbeam.train.target import FrozenTarget, TrainingBatch, autocast
@@ -76,17 +78,21 @@ def sees(anchors: torch.Tensor, n: int) -> torch.Tensor:
     return torch.arange(n, device=anchors.device) < anchors[..., None]
 
 
-def attention(network: BlockNetwork, fused: torch.Tensor, anchors: torch.Tensor) -> Attend:
+def attention(
+    network: BlockNetwork, layers: LayerStack, fused: torch.Tensor, anchors: torch.Tensor
+) -> Attend:
     """Return the attention of the blocks at `anchors` `[b, a]`.
 
-    `fused`: `[b, n, d]`, the vectors of the context.
+    `layers`: of the network. `fused`: `[b, n, d]`, the vectors of the context.
 
     Blocks of a conversation share its keys, so scores with the context are one product for all of
     them, and scores within the blocks another.
     """
     (b, n, _), a, config = fused.shape, anchors.shape[1], network.config
     text = torch.arange(n, device=fused.device)
-    positions, k = text.repeat(b), torch.arange(config.block_size, device=fused.device)
+    k = torch.arange(config.block_size, device=fused.device)
+    angles = layers.angles_at(text.repeat(b))
+    blocks: Any = layers.blocks
     after, group = ~sees(anchors, n), config.heads // config.kv_heads
 
     def hide(i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +109,7 @@ def attention(network: BlockNetwork, fused: torch.Tensor, anchors: torch.Tensor)
 
     def attend(i: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         heads, size = key.shape[1:]
-        context = network.key_value(i, fused.flatten(0, 1), positions)
+        context = blocks[i].attention.key_value(fused.flatten(0, 1), angles)
         past_key, past_value = (x.view(b, n, heads, size).transpose(1, 2) for x in context)
         own_key, own_value = (
             x.view(b, a, -1, heads, size).permute(0, 3, 1, 2, 4) for x in (key, value)
@@ -117,7 +123,8 @@ def attention(network: BlockNetwork, fused: torch.Tensor, anchors: torch.Tensor)
         weights = torch.cat(scores, -1).softmax(-1).to(own_value.dtype)
         out = (weights[..., :n].flatten(2, 3) @ past_value.to(own_value.dtype)).view_as(rows)
         out = (out + weights[..., n:] @ own_value).view(b, heads, a, -1, grouped.shape[4], size)
-        return out.permute(0, 2, 3, 1, 4, 5).reshape(len(query), -1)
+        rows_first: torch.Tensor = out.permute(0, 2, 3, 1, 4, 5).reshape(len(query), -1)
+        return rows_first
 
     return attend
 
@@ -232,19 +239,28 @@ def draft(
     network: BlockNetwork, batch: TrainingBatch, anchors: torch.Tensor, counting: torch.Tensor
 ) -> Drafted:
     """Run blocks, and return the positions that count: those of `Blocks.inputs`."""
-    of = torch.arange(len(anchors), device=anchors.device)[:, None]
-    taps = len(network.config.taps) * network.config.target_size
-    fused = network.fuse(batch.hidden[..., :taps].float())
-    attend = attention(network, fused, anchors)
-    tokens = batch.tokens[of, anchors]
-    rows = network(tokens.flatten(), anchors.flatten(), attend)
-    which, block, position = counting
-    place = anchors[which, block] + position
+    config, layers = network.config, network.layers_in_torch()
+    # the target's hidden states: those that are fused, and its last one
+    fused_size = len(config.aux_layers) * config.target_size
+    fused = layers.fuse(batch.hidden[..., :fused_size].float())
+    last = batch.hidden[..., fused_size:]
+    # the rows of the blocks
+    rows_of_block = torch.arange(config.block_size, device=anchors.device)
+    positions = anchors.flatten()[:, None] + rows_of_block
+    angles = layers.angles_at(positions.flatten())
+    inputs = LayerInputs(angles, attention(network, layers, fused, anchors))
+    tokens = batch.tokens.gather(1, anchors)
+    x = network.inputs(tokens.flatten())
+    rows = layers.norm(layers.drafter_stream(None, x, inputs))
+    rows = rows.unflatten(0, (*anchors.shape, config.block_size))
+    # those that count
+    conversation, block, offset = counting
+    position = anchors[conversation, block] + offset
     return Drafted(
-        rows.unflatten(0, anchors.shape)[which, block, position],
-        batch.hidden[which, place, taps:],
-        batch.tokens[which, place],
-        position,
+        rows[conversation, block, offset],
+        last[conversation, position],
+        batch.tokens[conversation, position],
+        offset,
     )
 
 
@@ -276,8 +292,9 @@ def loss_of(
     weight, head = weight / weight.sum(), head[chosen]
     x, second = drafted.rows.float(), head.new_zeros(len(chosen), 0)
     if network.config.markov_rank:
-        x = torch.cat([x, network.markov_head["markov_w1"](drafted.previous).float()], -1)
-        second = network.markov_head["markov_w2"].get_parameter("weight")[chosen]
+        first, second = network.markov()
+        x = torch.cat([x, F.embedding(drafted.previous, first).float()], -1)
+        second = second[chosen]
     loss: torch.Tensor
     loss, distance = BlockLoss.apply(
         x,
@@ -311,26 +328,26 @@ def new_network(config: BlockConfig, target: FrozenTarget, seed: int) -> BlockNe
             if weight.dim() == 2:
                 small = name.endswith(("o_proj.weight", "down_proj.weight"))
                 weight.normal_(0, 0.01 if small else 0.02, generator=generator)
-        network.fc.weight[:, -config.target_size :].add_(
+        network["fc"].weight[:, -config.target_size :].add_(
             torch.eye(config.hidden_size, config.target_size)
         )
-        for layer, source in zip(network.layers, target.layers[-config.depth :], strict=False):
+        for layer, source in zip(network["layers"], target.layers[-config.depth :], strict=False):
             known = dict(source.named_parameters())
             for name, weight in layer.named_parameters():
                 if name in known and known[name].shape == weight.shape:
                     weight.copy_(known[name])
         for name in ("v_proj", "o_proj"):
-            weight = network.layers[0].get_parameter(f"self_attn.{name}.weight")
+            weight = network["layers"][0].get_parameter(f"self_attn.{name}.weight")
             weight.copy_(torch.eye(*weight.shape))
         if target.norm is not None:
-            network.norm.get_parameter("weight").copy_(target.norm)
+            network["norm"].get_parameter("weight").copy_(target.norm)
         if config.markov_rank:
-            first, second = (network.markov_head[f"markov_w{i}"] for i in (1, 2))
-            first.get_parameter("weight").normal_(0, 1, generator=generator)
-            second.get_parameter("weight").zero_()
+            first, second = network.markov()
+            first.normal_(0, 1, generator=generator)
+            second.zero_()
         if config.confidence:
-            for weight in network.confidence_head.parameters():
-                weight.zero_()
+            for parameter in network.confidence_weights():
+                parameter.zero_()
     return network
 
 

@@ -111,6 +111,15 @@ class TextStage:
         return [int(token) for token in self._tokenizer.apply_chat_template(turns, **how)]
 
 
+def aux_layers(count: int) -> tuple[int, ...]:
+    """Return which hidden states a drafter reads of a model of `count` layers.
+
+    DFlash's rule for three layers is round(1 + i (L - 4) / 2), counted from 0.
+    """
+    layers = {min(count, 2 + round(i * max(0, count - 4) / 2)) for i in range(3)}
+    return tuple(sorted(layers))
+
+
 def block_config(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> BlockConfig:
     """Return the shape of a block drafter for a model: layers as wide as the model's own.
 
@@ -131,8 +140,7 @@ def block_config(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> Bloc
         kv_heads=heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         depth=recipe.depth,
-        # DFlash's rule: round(1 + i (L - 4) / 2) for three, and one further, as outputs
-        taps=tuple(sorted({min(count, 2 + round(i * max(0, count - 4) / 2)) for i in range(3)})),
+        aux_layers=aux_layers(count),
         target_size=config.hidden_size,
         vocab_size=vocab,
         block_size=recipe.block,
@@ -157,7 +165,7 @@ class BlockStage:
         model, tokenizer = load_target(plan.model, pick_device(None))
         config = block_config(model, tokenizer, plan.recipe)
         count = model.config.get_text_config().num_hidden_layers
-        self.target = FrozenTarget(model, (*config.taps, count + 1))
+        self.target = FrozenTarget(model, (*config.aux_layers, count + 1))
         network = new_network(config, self.target, plan.recipe.seed)
         if plan.start is not None:
             if not is_kind(plan.start, BLOCK):
