@@ -15,7 +15,7 @@ from quickbeam.drafters.assistant import load_assistant
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_files import MASK, load_block
-from quickbeam.drafters.draft_model import LMDrafter, Translation, same_tokens
+from quickbeam.drafters.draft_model import LMDrafter, same_tokens
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_files import load_eagle
 from quickbeam.drafters.folder import TargetParts
@@ -45,46 +45,48 @@ def load_drafter(
 
     - `name`: a folder, a `.gguf` file, a built-in model or a Hugging Face id; or `MTP`, a head in
       the target's own checkpoint, whose folder, file or id is `model`.
-    - `tokenizer`: the target's; a smaller model may have another one (`Translation`).
+    - `tokenizer`: the target's, which a smaller model must have, too.
     - `trust_remote_code`: whether Python code that comes with a smaller model may run.
     - `weights`: the weight format of a smaller model (see `make_model`). None takes the target's.
 
-    Raises `InvalidInput` for what is no drafter of this target, and for a feature drafter with
-    `weights` other than `bfloat16`.
+    Raises `InvalidInput` for what is no drafter of this target, a smaller model with another
+    tokenizer among it, and for a feature drafter with `weights` other than `bfloat16`.
     """
     if name == MTP:
         _refuse_weights(name, weights)
         file = Path(model).expanduser()
         return load_mtp(file if file.suffix == ".gguf" else local_folder(model, None), target)
-    place = Path(hub.resolve(name, progress)).expanduser()
-    if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
-        place = _fetch(name, trust_remote_code)
-    layout = layout_of(place)
+    path = Path(hub.resolve(name, progress)).expanduser()
+    if not path.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
+        path = _fetch(name, trust_remote_code)
+    layout = layout_of(path)
     if layout is not None:
         _refuse_weights(name, weights)
-        drafter = _load_network(layout.kind, place, target)
-        drafter.folder = place
+        drafter = _load_network(layout.kind, path, target)
+        drafter.folder = path
         return drafter
     weights = weights or target.weights
     options: dict[str, Any] = {"progress": progress, "trust_remote_code": trust_remote_code}
-    opened = open_model(str(place), target.dtype, target.device, weights=weights, **options)
+    opened = open_model(str(path), target.dtype, target.device, weights=weights, **options)
     sizes = target.vocab_size, opened.model.vocab_size
     if not same_tokens(tokenizer, opened.tokenizer, sizes):
-        translation = Translation(tokenizer, opened.tokenizer, sizes)
-        return LMDrafter(opened.model, sizes[1], translation=translation)
+        raise InvalidInput(
+            f"{name} has another tokenizer than the model, and can't draft for it: name a smaller "
+            "model of its family, or leave the drafter out"
+        )
     return LMDrafter(opened.model, target.vocab_size)
 
 
-def _load_network(kind: str, place: Path, target: Model) -> Drafter:
+def _load_network(kind: str, path: Path, target: Model) -> Drafter:
     """Load a drafter that has a layout of its own, of a `kind` of `layouts.py`."""
     if kind == ASSISTANT:
-        return load_assistant(place, target)
+        return load_assistant(path, target)
     if target.streamed is not None:
         logger.warning("the model's embedding and head are in memory for this drafter, too")
     parts = TargetParts.of(target)
     if kind == BLOCK:
-        return BlockDrafter(load_block(place, parts), target)
-    return eagle_drafter(load_eagle(place, parts), target)
+        return BlockDrafter(load_block(path, parts), target)
+    return eagle_drafter(load_eagle(path, parts), target)
 
 
 def _refuse_weights(name: str, weights: str | None) -> None:
