@@ -18,7 +18,8 @@ from quickbeam.bench.methods import LLMRunner, MethodItem, Question, load_questi
 from quickbeam.bench.report import environment, markdown
 from quickbeam.bench.run import Results, begin, run, warm_up
 from quickbeam.bench.throughput import fitting
-from quickbeam.cli.common import FORMATS, save
+from quickbeam.cli.common import save
+from quickbeam.config import WEIGHTS
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.base import Batch, Chain, Draft, Model
 from quickbeam.tree import TokenTree
@@ -30,7 +31,7 @@ def arguments(doc: str, **defaults: object) -> ArgumentParser:
     for name in ("model", "drafter", "device", "memory"):
         parser.add_argument(f"--{name}", help=f"{name} of `quickbeam bench`")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--draft-weights", default="bfloat16", choices=FORMATS)
+    parser.add_argument("--draft-weights", default="bfloat16", choices=WEIGHTS)
     parser.add_argument("--questions", type=Path, help="Spec-Bench lines; default: our own")
     parser.add_argument("--limit", type=int, help="questions to ask, evenly over categories")
     parser.add_argument("--raw", action="store_true", help="without the chat template")

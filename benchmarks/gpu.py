@@ -73,7 +73,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # the modules that quickbeam and its tests import
 NEEDED = (
     *("torch", "triton", "transformers", "tokenizers", "jinja2", "safetensors", "gguf"),
-    *("accelerate", "huggingface_hub", "numpy", "typer", "rich", "psutil", "packaging", "tqdm"),
+    *("huggingface_hub", "numpy", "typer", "rich", "psutil", "packaging", "tqdm"),
     *("filelock", "platformdirs", "typing_extensions", "pytest", "hypothesis", "xdist"),
 )
 # what `make test-cuda` runs

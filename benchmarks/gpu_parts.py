@@ -10,12 +10,12 @@ import cProfile
 import pstats
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
@@ -24,15 +24,16 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from common import comb
 from quickbeam import LLM, SamplingParams, hub
-from quickbeam.answering import Answering
 from quickbeam.bench.methods import LLMRunner, MethodItem, load_questions
 from quickbeam.bench.throughput import TimedRequest, figures, fitting, serve
+from quickbeam.config import LLMOptions
 from quickbeam.drafters.loading import load_drafter
-from quickbeam.drafting import Drafting
+from quickbeam.engine.commit import Commit
+from quickbeam.engine.growing import DraftStep
 from quickbeam.engine.output import NullTokenizer
-from quickbeam.models.base import Batch, Chain, Draft
+from quickbeam.models import builtin
+from quickbeam.models.base import Batch, Chain, Draft, Passed
 from quickbeam.models.families import stack_of
-from quickbeam.models.formats import pick_device
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.opening import LoadedModel
 from quickbeam.models.torch import paged_attention
@@ -41,6 +42,7 @@ from quickbeam.models.torch.model import PassResults, TorchModel
 from quickbeam.models.torch.paged_attention import AttentionParams
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import ListedRows, list_pass, uncommitted
+from quickbeam.models.weights.formats import pick_device
 from shapes import RandomParameters
 
 Put = Callable[[str, Any], None]
@@ -386,7 +388,7 @@ def measure_pass(
     if graphs is not None:
         listed = listed_of(model, batch)
         graphs.run(listed, model._pool.generation)
-        replay = graphs._captured[listed.sizes].graph.replay
+        replay = graphs._captured[listed.sizes, ()].graph.replay
         whole = milliseconds(lambda: model.forward(batch), repeats, device)
         alone = milliseconds(lambda: [replay() for _ in range(10)], 3, device) / 10
         times |= {"graph": f"{whole:.3f}", "its GPU time": f"{alone:.3f}"}
@@ -403,10 +405,10 @@ def measure_pass(
 def model_part(given: Namespace, put: Put) -> None:
     """Fetch and convert the default model, where another one isn't named."""
     if given.model is None and not given.small:
-        put("folder", str(hub.pull()))
+        put("folder", str(builtin.pull()))
 
 
-def opened(given: Namespace, sizes: Sizes, put: Put) -> Answering:
+def opened(given: Namespace, sizes: Sizes, put: Put) -> LLM:
     """Return the model that is named, or the default one; random weights where it isn't there."""
     most = max(sizes.loads)
     if given.model is not None or (hub.pulled_bytes(hub.DEFAULT) and not given.small):
@@ -425,12 +427,13 @@ def opened(given: Namespace, sizes: Sizes, put: Put) -> Answering:
     place = given.drafter or (None if given.small else hub.shipped_drafter(None))
     load = None if place is None else partial(load_drafter, place)
     loaded = LoadedModel(model, NullTokenizer(), set(), {})
-    return Answering(loaded, name, Drafting(load, None, None), most=most, memory=None)
+    options = LLMOptions(max_running=most, memory_of_answers=0)
+    return LLM.of_loaded(loaded, name, options, load)
 
 
-def prompts_of(llm: Answering, count: int, max_tokens: int) -> list[list[int]]:
+def prompts_of(llm: LLM, count: int, max_tokens: int) -> list[list[int]]:
     """Return prompts: our own questions, again and again, or random ids for random weights."""
-    if isinstance(llm, LLM):
+    if not isinstance(llm.tokenizer, NullTokenizer):
         runner = LLMRunner(llm, MethodItem("ar", "ar"))
         fit = fitting(runner, load_questions(None), max_tokens)
     else:
@@ -527,7 +530,9 @@ def host(given: Namespace, put: Put) -> None:
             with without_graphs(llm.model):
                 found.append({"way": way, **step_times(llm, prompt, params, name)})
         put(f"ms a step of {name}", found)
-    put("lines", profile_lines(llm, prompt, params, name))
+    with free_passes(llm, prompt, params):
+        put("ms of the host a step", [host_times(llm, prompt, params, name)])
+        put("lines", profile_lines(llm, prompt, params, name))
 
 
 def step_times(llm: Any, prompt: list[int], params: SamplingParams, name: str) -> dict[str, Any]:
@@ -554,6 +559,95 @@ def step_times(llm: Any, prompt: list[int], params: SamplingParams, name: str) -
         "of it drafter": f"{1000 * done.drafter_seconds / steps:.3f}",
         "pass": f"{1000 * passing / steps:.3f}",
         "rest": f"{1000 * (done.seconds - done.draft_seconds - passing) / steps:.3f}",
+    }
+
+
+@contextmanager
+def free_passes(llm: Any, prompt: list[int], params: SamplingParams) -> Iterator[None]:
+    """Let trees behind a prompt be verified within this context by what plain decoding gives.
+
+    That costs nothing but copies. A node gets the results of its position, whatever its path is;
+    those of accepted paths are right.
+    """
+    model, forward, known = llm.model, llm.model.forward, dict[int, Passed]()
+
+    def record(batch: Batch) -> list[Passed]:
+        (part,), (passed,) = batch.parts, forward(batch)
+        if isinstance(part, Draft):
+            hidden = None if passed.hidden is None else passed.hidden[:1].clone()
+            known[part.cache.length] = passed._replace(
+                logits=passed.logits[:1].clone(), hidden=hidden
+            )
+        return [passed]
+
+    def recall(batch: Batch) -> list[Passed]:
+        (part,) = batch.parts
+        first, last = part.cache.length, max(known)
+        if not isinstance(part, Draft) or first not in known:
+            return list(forward(batch))
+        part.cache.reserve(first + part.rows)
+        rows = [known[min(first + depth, last)] for depth in part.tree.depth]
+        hidden = [row.hidden for row in rows if row.hidden is not None]
+        return [
+            Passed(
+                torch.cat([row.logits for row in rows]),
+                torch.cat(hidden) if hidden else None,
+                [token for row in rows for token in row.best or [-1]],
+            )
+        ]
+
+    model.forward = record
+    try:
+        llm.generate(prompt, params, method="ar")
+        model.forward = recall
+        yield
+    finally:
+        del model.forward
+
+
+@contextmanager
+def cpu_times(owner: Any, name: str) -> Iterator[list[float]]:
+    """Collect the CPU seconds of each call of a method within this context."""
+    method, spent = getattr(owner, name), list[float]()
+
+    def timed(*args: Any, **options: Any) -> Any:
+        began = thread_time()
+        try:
+            return method(*args, **options)
+        finally:
+            spent.append(thread_time() - began)
+
+    setattr(owner, name, timed)
+    try:
+        yield spent
+    finally:
+        setattr(owner, name, method)
+
+
+def host_times(llm: Any, prompt: list[int], params: SamplingParams, name: str) -> dict[str, Any]:
+    """Return milliseconds of the engine's thread a step, without passes and drafter's calls."""
+    drafter = llm.drafting.drafter
+    parts = dict[str, list[float]]()
+    with ExitStack() as stack:
+        parts["step"] = stack.enter_context(cpu_times(llm.engine, "step"))
+        parts["pass"] = stack.enter_context(cpu_times(llm.model, "forward"))
+        parts["draft"] = stack.enter_context(cpu_times(DraftStep, "grow"))
+        parts["commit"] = stack.enter_context(cpu_times(Commit, "part"))
+        for call in () if drafter is None else ("answer", "read"):
+            parts[call] = stack.enter_context(cpu_times(drafter, call))
+        done = llm.generate(prompt, params, method=name).statistics
+    steps = max(1, len(parts["step"]))
+    ms = {part: 1000 * sum(spent) / steps for part, spent in parts.items()}
+    called = ms.get("answer", 0.0) + ms.get("read", 0.0)
+    host = ms["step"] - ms["pass"] - called
+    drafting = ms["draft"] - called
+    return {
+        "steps": done.steps,
+        "drafter's calls a step": f"{len(parts.get('answer', ())) / steps:.2f}",
+        "host": f"{host:.3f}",
+        "of it search": f"{drafting:.3f}",
+        "commit": f"{ms['commit']:.3f}",
+        "rest": f"{host - drafting - ms['commit']:.3f}",
     }
 
 

@@ -20,7 +20,7 @@ from quickbeam.drafters.base import probs_of
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import NativeRouter, Router, RouterConfig, rows_format
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.models.compiled import NativeLinear
+from quickbeam.models.compile.compiled_stack import NativeLinear
 from quickbeam.models.native.library import Kernels, kernels
 from quickbeam.models.native.operands import plain_rows
 from quickbeam.models.native.program import Program

@@ -11,7 +11,7 @@ from __future__ import annotations
 from common import answers, arguments, finish, load, script
 from quickbeam.bench.methods import parse_methods
 from quickbeam.bench.report import footer, number, same, summaries
-from quickbeam.cli.common import FORMATS
+from quickbeam.config import WEIGHTS
 
 COLUMNS = {
     "MAT": "mean_accepted_tokens",
@@ -26,7 +26,7 @@ COLUMNS = {
 def main() -> None:
     parser = arguments(__doc__, limit=12, max_tokens=32)
     parser.add_argument("--methods", default="ar,dyspec:auto,auto")
-    parser.add_argument("--weights", default="bfloat16", choices=FORMATS)
+    parser.add_argument("--weights", default="bfloat16", choices=WEIGHTS)
     given = parser.parse_args()
     items = parse_methods(given.methods, drafter=given.drafter, model=given.model)
     llm = load(given, items[0].method, weights=given.weights)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from common import arguments, finish, load, milliseconds, numbers, pass_of, script
 from quickbeam import LLM
-from quickbeam.cli.common import FORMATS
+from quickbeam.config import WEIGHTS
 
 CHUNK = 512  # tokens of the context that transformers reads at a time
 MEGABYTES = 512  # more than caches hold
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--contexts", default="100,1000", help="tokens before a pass")
     parser.add_argument("--widths", default="1,4,8,16,32,64", help="rows of a pass")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--weights", default="bfloat16", choices=FORMATS)
+    parser.add_argument("--weights", default="bfloat16", choices=WEIGHTS)
     parser.add_argument("--transformers", action="store_true", help="the same by transformers")
     given = parser.parse_args()
     llm = load(given, "ar", weights=given.weights)

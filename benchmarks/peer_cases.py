@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 from quickbeam import hub
-from quickbeam.cli.common import FORMATS
+from quickbeam.config import WEIGHTS
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.methods import preset
+from quickbeam.models import builtin
 
-BITS = dict(zip((16, 8, 4), FORMATS, strict=True))
+BITS = dict(zip((16, 8, 4), WEIGHTS, strict=True))
 TYPES = {16: "BF16", 8: "Q8_0", 4: "Q4_0"}  # of llama-quantize
 SHORT = "--spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 8"  # the defaults are 12 and 48
 DRAFTING = "--spec-type {} -md {{draft}} --spec-draft-n-max 8"
@@ -99,7 +100,7 @@ class Case:
                 if (every or name in asked) and ("{draft}" not in words or self.drafter):
                     more = words.replace("{draft}", self.drafter).split()
                     yield f"llama.cpp {name}", [*start, *more]
-        folder = Path(hub.resolve(self.model)) if not is_file else self.path.with_suffix("")
+        folder = Path(builtin.resolve(self.model)) if not is_file else self.path.with_suffix("")
         if self.bits in (16, 0) and folder.is_dir():
             yield from self.readers_of_folders(str(folder))
 

@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from common import arguments, finish, milliseconds, pass_of, script
 from model_shapes import CONFIGS
 from passes import MEGABYTES
-from quickbeam.cli.common import FORMATS
+from quickbeam.config import WEIGHTS
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.base import Batch, Chain
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families import stack_of
-from quickbeam.models.native_model import NativeModel
 from random_gguf import write
 
 
@@ -126,7 +126,7 @@ def llama_cpp(name: str, given: Namespace) -> dict[str, float]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--models", default=",".join(list(CONFIGS)[:5]), help=", ".join(CONFIGS))
-    parser.add_argument("--weights", default="bfloat16", choices=FORMATS)
+    parser.add_argument("--weights", default="bfloat16", choices=WEIGHTS)
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prompt")
     parser.add_argument("--prompts", type=int, default=3, help="how often it is read")
     parser.add_argument("--repeats", type=int, default=25)

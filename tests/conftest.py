@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests reach a package index at m
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # models would run there: see `make test-cuda`
 
 from quickbeam import hub
+from quickbeam.models import builtin
 
 # An example that takes long on a busy machine is no failure (how many: `examples` in cases.py).
 settings.register_profile("quickbeam", deadline=None, print_blob=True)
@@ -42,7 +43,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of the built-in model, pulled where the cache does not have it."""
-    return hub.pull("smollm2-135m")
+    return builtin.pull("smollm2-135m")
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from models import table, tiny
 from quickbeam.drafters.layouts import DFLASH, GGUF_IN_LAYER, GGUF_MODULES
-from quickbeam.models.gguf.architecture import INTERLEAVED, INTERLEAVED_EXPERTS
+from quickbeam.models.weights.gguf.architecture import INTERLEAVED, INTERLEAVED_EXPERTS
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 288}
 TINY = table("gguf")

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import reference
-from quickbeam.models.kv import Page
+from quickbeam.models.cache.kv import Page
 from quickbeam.models.native import build, library
 from quickbeam.models.native.operands import KVShape, RowList, plain_rows
+from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import Packed
-from quickbeam.models.pages import PagePool
 
 SETS = [name for name in [*build.SETS, *build.EMULATED] if build.runs(name)]
 every_set = pytest.mark.parametrize("isa", SETS)

@@ -28,7 +28,7 @@ def table(name, made=AutoConfig.for_model):
 
 
 CONFIGS = table("layouts")
-UNDESCRIBED = ApertusConfig(**SIZES)  # what the native kernels don't run
+UNDESCRIBED = ApertusConfig(**SIZES)  # a family that is not described
 
 
 def tiny(name, dtype=torch.float32, seed=0, wide=False, layers=None, config=None):

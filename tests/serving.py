@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.engine.stream import Delta
+from quickbeam.grammar.token_texts import TokenTexts
 from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Runner
-from quickbeam.token_texts import TokenTexts
 
 
 def client(runner):

@@ -8,13 +8,13 @@ import torch
 
 from features import grown
 from models import tiny
-from quickbeam.models import disk
-from quickbeam.models.checkpoint import Checkpoint
-from quickbeam.models.formats import weights_format
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.native import library
-from quickbeam.models.native_model import NativeModel
-from quickbeam.models.packing import PackedWeights
-from quickbeam.models.weight_file import WeightFile
+from quickbeam.models.weights import disk
+from quickbeam.models.weights.checkpoint import Checkpoint
+from quickbeam.models.weights.formats import weights_format
+from quickbeam.models.weights.packed_file import WeightFile
+from quickbeam.models.weights.packing import PackedWeights
 from target import Target
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")

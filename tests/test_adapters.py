@@ -13,11 +13,11 @@ from cases import refuses
 from checkpoints import configure, rewrite
 from models import spread_out
 from quickbeam import LLM
-from quickbeam.models.adapters import CONFIG, WEIGHTS, adapter_in
-from quickbeam.models.loading import load_model
 from quickbeam.models.native import library
 from quickbeam.models.opening import open_checkpoint
-from quickbeam.models.weight_file import WeightFile
+from quickbeam.models.transformers_class import load_model
+from quickbeam.models.weights.adapters import CONFIG, WEIGHTS, adapter_in
+from quickbeam.models.weights.packed_file import WeightFile
 from quickbeam.params import SamplingParams
 from quickbeam.serve.runner import digest_of
 from test_families import made
@@ -67,7 +67,7 @@ def write(folder, base, tensors=None, **fields):
 
 
 def opened(folder, dtype=torch.float32):
-    return open_checkpoint(str(folder), dtype, revision=None, trust_remote_code=False)
+    return open_checkpoint(str(folder), dtype)
 
 
 def by_transformers(folder, dtype=torch.float32):

@@ -12,10 +12,10 @@ import torch
 from features import grown
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.base import Batch, Chain, Draft
-from quickbeam.models.kv import SequenceCache
+from quickbeam.models.cache.kv import SequenceCache
 from quickbeam.models.native import library
+from quickbeam.models.native.pages import PagedStore, PagePool
 from quickbeam.models.opening import make_model
-from quickbeam.models.pages import PagedStore, PagePool
 
 pytestmark = pytest.mark.usefixtures("threads")
 needs_kernels = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")

@@ -316,7 +316,7 @@ def invoke(tmp_path, monkeypatch):
         monkeypatch.setattr(command, "load_runners", load)
         items = [runner.item for runner in runners.values()]
         if "--methods" not in options:
-            monkeypatch.setattr(command, "parse_methods", lambda *_: items)
+            monkeypatch.setattr(command, "parse_methods", lambda *_, **__: items)
         given = ["--questions", str(tmp_path / "q.jsonl"), *map(str, options)]
         result = CliRunner().invoke(command.commands, given)
         monkeypatch.undo()

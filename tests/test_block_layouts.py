@@ -29,10 +29,10 @@ from quickbeam.drafters.layouts import BLOCK, is_kind
 from quickbeam.drafters.passes import NativePasses, TorchPasses
 from quickbeam.drafters.vocabulary import make_shortlist
 from quickbeam.errors import InvalidInput
-from quickbeam.models.checkpoint import Checkpoint
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.native import library
-from quickbeam.models.native_model import NativeModel
 from quickbeam.models.opening import open_model
+from quickbeam.models.weights.checkpoint import Checkpoint
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 from test_block_drafter import DSPARK, KINDS, MASK, D, Toy

@@ -17,15 +17,16 @@ import typer
 from typer.testing import CliRunner
 
 import fake_llm
-from quickbeam import hub
 from quickbeam.cli import train
 from quickbeam.cli.app import app
 from quickbeam.cli.common import loading_progress, save, statistics_text
 from quickbeam.cli.demo import EXAMPLES
+from quickbeam.config import LLMOptions
 from quickbeam.engine.result import Completion, SourceCount, Statistics
 from quickbeam.errors import QuickbeamError
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import METHODS
+from quickbeam.models import builtin
 from quickbeam.params import SamplingParams
 from quickbeam.train import stages
 from quickbeam.train.block import HeldOutMetrics
@@ -59,10 +60,10 @@ def test_generate_streams_text_and_then_statistics(run):
     (kind, (model, method, options), _), asked = fake_llm.CALLS
     assert (kind, model, method) == ("load", None, "auto")
     assert options.pop("progress") is not None
-    unset = "device budget drafter vocab shortlist memory kv_memory draft_weights keep"
-    expected = {"trust_remote_code": False, "memory_of_answers": "64MB"}
-    expected |= dict.fromkeys(unset.split()) | dict.fromkeys(("dtype", "weights"), "bfloat16")
-    assert options == expected
+    assert options == {name: getattr(LLMOptions(), name) for name in options}
+    assert (
+        options.keys() | {"model", "method", "progress"} == LLMOptions.__dataclass_fields__.keys()
+    )
     assert asked == ("chat", [("user", "hello")], SamplingParams())
     assert run("generate", "-", "--raw", "--budget", "auto", input="two\nlines\n").exit_code == 0
     assert fake_llm.CALLS[-2][1][2]["budget"] == "auto"
@@ -107,8 +108,9 @@ def test_every_option_arrives(run):
         --stop-token-id 4 --ignore-eos --logprobs 2 --seed 5 --min-tokens 1 --bad-word no
         --include-stop-str-in-output --no-skip-special-tokens --coupling residual"""
     loading = """--model folder --method dyspec --budget 12 --drafter small --vocab router
-        --shortlist 99 --dtype float32 --device cpu --trust-remote-code --kv-memory 1GB
-        --weights int4 --draft-weights int8 --memory 3GB --memory-of-answers 1MB --keep k"""
+        --shortlist 99 --dtype float32 --device cpu --revision v1 --kv-memory 1GB
+        --weights int4 --draft-weights int8 --memory 3GB --memory-of-answers 1MB --keep k
+        --max-running 3 --no-share-prefixes"""
     given = ("--system", "Be brief.", "--json", *sampling.split(), *loading.split())
     result = run("generate", "hello", *given)
     assert result.exit_code == 0, result.stderr
@@ -116,9 +118,10 @@ def test_every_option_arrives(run):
     assert (model, method) == ("folder", "dyspec")
     assert options.pop("progress") is not None
     expected = {"drafter": "small", "vocab": "router", "shortlist": 99, "budget": 12}
-    expected |= {"dtype": "float32", "device": "cpu", "trust_remote_code": True}
+    expected |= {"dtype": "float32", "device": "cpu", "revision": "v1"}
     expected |= {"weights": "int4", "draft_weights": "int8", "memory": "3GB", "kv_memory": "1GB"}
     expected |= {"memory_of_answers": "1MB", "keep": "k"}
+    expected |= {"max_running": 3, "share_prefixes": False}
     assert options == expected
     assert messages == [("system", "Be brief."), ("user", "hello")]
     expected = dict(max_tokens=7, temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=5)
@@ -171,7 +174,7 @@ BAD = {
     "generate hi --method lgitspec": ["unknown method 'lgitspec'", *METHODS],
     "generate hi --temperature -1": ["--temperature -1.0", "a number between 0 and"],
     "generate hi --dtype int8": ["--dtype", "bfloat16", "float32"],
-    "generate hi --budget 0": ["--budget '0'", "auto"],
+    "generate hi --budget few": ["--budget 'few'", "auto"],
     "generate hi --raw --system x": ["--system", "--raw"],
     "generate hi --logprobs 2": ["--logprobs", "--json"],
     "generate hi --regex a --json-object": ["--json-object and --regex", "one"],
@@ -208,8 +211,8 @@ WORDS = {
     "generate hi --budget few": "--budget 'few': must be",
     "generate hi --keep nowhere/a": "--keep 'nowhere/a': there is no folder nowhere",
     "generate hi --weights int3": "Invalid value for '--weights': 'int3' is not one of",
-    "generate hi --model=": "the name of a model is empty: give a folder",
-    "generate hi --drafter=": "the name of a model is empty: give a folder",
+    "generate hi --model=": "--model '': must be a folder, a .gguf file",
+    "generate hi --drafter=": "--drafter '': must be a folder, a .gguf file",
     "generate hi --dtype float16 --memory much": "--memory 'much': must be a size of memory",
     "generate hi --kv-memory 2XB": "--kv-memory '2XB': must be a size of memory",
     "generate hi --memory-of-answers x": "--memory-of-answers 'x': must be a size of memory",
@@ -410,7 +413,7 @@ def test_without_a_terminal_what_happens_once_is_a_line(run, capsys, monkeypatch
         progress(f"downloading {name} (93 MB, once)", None)
         return Path("there")
 
-    monkeypatch.setattr(hub, "pull", pull)
+    monkeypatch.setattr(builtin, "pull", pull)
     assert run("pull").stderr == "downloading smollm2-135m (93 MB, once)\n"
 
 

@@ -1,4 +1,4 @@
-"""From a `.gguf` file to what transformers reads: a folder, or a model in memory."""
+"""From a `.gguf` file to a folder that transformers reads, too."""
 
 import gguf
 import pytest
@@ -6,18 +6,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cases import few, refuses
-from gguf_files import TINY, model_of, turned, write
+from cases import refuses
+from gguf_files import model_of, turned, write
 from quickbeam import LLM
-from quickbeam.cache import is_complete
-from quickbeam.conversion import convert
-from quickbeam.models.loading import load_model
+from quickbeam.hub.cache import is_complete
+from quickbeam.models.transformers_class import load_model
+from quickbeam.models.weights.gguf.convert import convert
+from quickbeam.train.recipes import Plan
+from quickbeam.train.stages import TextStage
 
 CPU = torch.device("cpu")
 ENDS = ("<|im_end|>", "<|endoftext|>")
-IDS = torch.tensor([[5, 17, 80, 3, 3, 9, 12, 7, 44, 20, 31, 8]])
-# whose files have tensors otherwise than transformers
-OTHERWISE = ("qwen35", "qwen35moe", "qwen3next", "granitehybrid", "stablelm parallel")
 
 
 @pytest.fixture
@@ -68,24 +67,7 @@ def test_a_folders_numbers_are_those_of_the_blocks(kind, tmp_path):
         assert torch.equal(got, wanted), name
 
 
-@pytest.mark.parametrize("architecture", few(TINY, ["llama", "gpt2", "gpt-oss", *OTHERWISE]))
-def test_a_file_is_a_model_of_transformers(architecture, tmp_path):
-    model = model_of(architecture)
-    file = str(write(tmp_path / "x.gguf", architecture, model))
-    if architecture.removesuffix(" experts") in OTHERWISE:
-        refuses("otherwise than the file.*folder", load_model, file, torch.float32, CPU)
-        return
-    loaded, tokenizer = load_model(file, torch.float32, CPU)
-    with torch.no_grad():
-        got, wanted = loaded(IDS).logits, model(IDS).logits
-    assert (got - wanted).abs().max() < 2e-4 * wanted.abs().max()
-    assert tokenizer("a b")["input_ids"] and loaded.config.eos_token_id == 2
-
-
-def test_what_is_no_file_of_a_known_model_is_refused(file, tmp_path):
-    refuses("no such model", load_model, str(tmp_path / "none.gguf"), None, CPU)
-    refuses("has revisions", load_model, str(file), None, CPU, revision="v1")
-    refuses("device_map is not for", load_model, str(file), None, CPU, device_map="cpu")
-    for data in (b"GGUF without what follows it" * 2, file.read_bytes()[:-2000]):
-        (tmp_path / "bad.gguf").write_bytes(data)
-        refuses(r"can't load .*bad\.gguf", load_model, str(tmp_path / "bad.gguf"), None, CPU)
+def test_training_and_peers_are_given_folders(file, tmp_path):
+    words = "is a .gguf file, and training and the method hf read a model's folder"
+    refuses(words, load_model, str(file), torch.float32, CPU)
+    refuses(words, TextStage, Plan(str(file), tmp_path))

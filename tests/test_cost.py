@@ -18,7 +18,7 @@ from quickbeam.engine import measuring
 from quickbeam.engine.budget import ASKED, PLAIN, UNASKED, Budget, Comparison, worth_asking
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.measuring import WIDTHS, measure, measure_or_read
-from quickbeam.models.kv import NoRoom
+from quickbeam.models.cache.kv import NoRoom
 from quickbeam.models.opening import make_model
 
 

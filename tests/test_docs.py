@@ -17,6 +17,7 @@ from docs import PAGES, ROOT, blocks, commands, hooks, of_program, read, save_dr
 from quickbeam import LLM, hub
 from quickbeam.cli.app import app
 from quickbeam.methods import METHODS
+from quickbeam.models import builtin
 from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
@@ -52,7 +53,7 @@ def model(request, monkeypatch):
     if request.param == "default":
         return str(request.getfixturevalue("smollm2"))
     folder, drafters = request.getfixturevalue("toy_folder"), request.getfixturevalue("little")
-    monkeypatch.setattr(hub, "pull", lambda name=hub.DEFAULT, progress=None: Path(folder))
+    monkeypatch.setattr(builtin, "pull", lambda name=hub.DEFAULT, progress=None: Path(folder))
     monkeypatch.setattr(hub, "DRAFTERS", drafters)
     return str(folder)
 

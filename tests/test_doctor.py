@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from quickbeam import __version__, hub
-from quickbeam.cache import cache_folder
 from quickbeam.cli import doctor
 from quickbeam.cli.doctor import CHECKS, NOTE, OK, PROBLEM, Finding
+from quickbeam.hub.cache import cache_folder
 from quickbeam.models.native import build
 from scripts import captured, cli
 

@@ -9,9 +9,9 @@ from tokenizers import AddedToken
 
 from gguf_files import model_of, write
 from quickbeam import LLM, SamplingParams
-from quickbeam.conversion import convert
-from quickbeam.models.eos import KNOWN_ENDS, eos_ids, known_eos_ids
 from quickbeam.models.native import library
+from quickbeam.models.text.eos import KNOWN_ENDS, eos_ids, known_eos_ids
+from quickbeam.models.weights.gguf.convert import convert
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="needs the native kernels")
 CONTROL = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>", "<|mine|>", "<tool>")

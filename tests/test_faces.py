@@ -18,9 +18,9 @@ import pytest
 
 from cases import before, few, refuses
 from quickbeam import LLM, AsyncLLM, QuickbeamError, SamplingParams
+from quickbeam.config import parse_bytes
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.grammar.spec import Grammar
-from quickbeam.options import parse_bytes
 
 PROMPTS = ["the cat sat on the mat and the cat", "one two three one two", "hello"]
 PROMPTS += ["a b a b a b a b", "rain, rain, go away"]

@@ -121,7 +121,7 @@ def test_a_short_request_is_read_beside_a_long_prompt(model, monkeypatch):
 
 def test_a_tenant_leaves_a_part_of_the_places_and_of_the_queue(model):
     gate = Gate(ServeSettings(max_waiting=16))
-    gate.places, gate.phase = 1, "ready"
+    gate.max_running, gate.phase = 1, "ready"
     tickets = [gate.enter(1, 1, "many") for _ in range(15)]
     refuses("of this client", gate.enter, 1, 1, "many", error=Busy)
     gate.enter(1, 2, "few")

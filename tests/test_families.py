@@ -18,18 +18,17 @@ from models import VOCAB, spread_out, table
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Batch, Chain
-from quickbeam.models.compiled import CompiledStack, kv_shapes
+from quickbeam.models.compile.compiled_stack import CompiledStack, kv_shapes
+from quickbeam.models.compile.recurrent import state_shape
 from quickbeam.models.families import FAMILIES, describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
-from quickbeam.models.native_model import why_not_native
+from quickbeam.models.native.pages import PagePool
 from quickbeam.models.opening import make_model
-from quickbeam.models.pages import PagePool
-from quickbeam.models.recurrent import state_shape
 from quickbeam.models.stack import Rotary, Stack
-from quickbeam.models.stack_tensors import ModelParameters
 from quickbeam.models.torch.model import TorchModel
+from quickbeam.models.weights.parameters import ModelParameters
 from quickbeam.params import SamplingParams
 from target import logits_of
 
@@ -232,17 +231,16 @@ def test_a_wrong_description_is_seen(what):
     assert off(by_kernels(plain, stack), right) > 2e-4
 
 
-def test_what_a_family_does_not_know_is_named_and_run_by_pytorch(caplog):
+def test_what_a_family_does_not_know_is_named():
     plain = made("llama")
     plain.config.value_multiplier = 2.5
-    refuses("value_multiplier", describe, plain, error=NotDescribed)
-    with caplog.at_level("INFO", "quickbeam"):
-        model = make_model(plain)
-    assert not model.exact and "value_multiplier" in caplog.text
+    words = r"'llama' doesn't .*sets value_multiplier; docs/extending/architectures\.md"
+    for call in (describe, make_model):
+        refuses(words, call, plain, error=NotDescribed)
     plain.config._model_name_or_path = "somewhere"
     for harmless in (None, False, 0):
         plain.config.value_multiplier = harmless
-        assert not why_not_native(plain)
+        assert describe(plain)
     plain = made("qwen2")
     plain.model.layers[1].mlp.extra = torch.nn.Parameter(torch.ones(3))
     refuses(r"layers\.1\.mlp\.extra", describe, plain, error=NotDescribed)

@@ -1,5 +1,5 @@
-"""The Triton kernel of paged attention against the reference: on CUDA where there is one, in
-Triton's interpreter (a process of its own) otherwise."""
+"""The Triton kernels of paged attention and of noise against the reference: on CUDA where there is
+one, in Triton's interpreter (a process of its own) otherwise."""
 
 import os
 import sys
@@ -12,6 +12,7 @@ from models import random_tree
 from quickbeam.models.base import Chain, Draft
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.torch import paged_attention
+from quickbeam.models.torch.noise import DrawnRows, philox
 from quickbeam.models.torch.paged_attention import AttentionParams
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import list_pass, uncommitted
@@ -19,12 +20,15 @@ from scripts import captured
 
 triton = pytest.importorskip("triton")
 fused = pytest.importorskip("quickbeam.models.torch.fused_attention")
+fused_noise = pytest.importorskip("quickbeam.models.torch.fused_noise")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETED
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 runs_kernels = pytest.mark.skipif(
     not (INTERPRETED or CUDA), reason="needs CUDA; see the test with the interpreter"
 )
+NOISE = dict.fromkeys(("first", "key0", "key1", "choice", "position", "words"), "*i64")
+NOISE |= dict.fromkeys(("rows", "count", "purpose"), "i32") | {"BLOCK": "constexpr"}
 SHAPE = KVShape(2, 24, 20)
 HEADS = 6
 
@@ -44,18 +48,48 @@ def test_the_kernels_compile_for_a_gpu_without_one():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    for kernel in (fused.attend_chunk, fused.join_chunks):
+        assert compiled(kernel, 80, "*bf16", 64, 64).asm["cubin"]
+
+    source = ASTSource(fused_noise.philox_words, NOISE, {"BLOCK": fused_noise.BLOCK})
+    assert triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]
+
+
+def compiled(kernel, capability, dtype, head_dim, block):
+    """A kernel for a GPU of this compute capability, for pages in this format."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     numbers = ("pages", "path", "sequence", "committed", "seen", "positions")
-    kinds = dict.fromkeys(("query", "key", "value"), "*bf16") | dict.fromkeys(numbers, "*i64")
+    kinds = dict.fromkeys(("query", "key", "value"), dtype) | dict.fromkeys(numbers, "*i64")
     kinds |= dict.fromkeys(("sums", "maxima", "weights", "sinks", "out"), "*fp32")
     kinds |= dict.fromkeys(("scaling", "softcap"), "fp32")
-    sizes = {"PAGE": 64, "KV_HEADS": 2, "GROUP": 3, "KEY_DIM": 64, "VALUE_DIM": 64, "G": 16}
-    sizes |= {"K": 64, "V": 64, "BLOCK": 64, "CHUNK": 512, "CAUSAL": True}
+    sizes = {"PAGE": 64, "KV_HEADS": 2, "GROUP": 3, "KEY_DIM": head_dim, "VALUE_DIM": head_dim}
+    sizes |= {"G": 16, "K": fused.padded(head_dim), "V": fused.padded(head_dim)}
+    sizes |= {"BLOCK": block, "CHUNK": 512, "CAUSAL": True}
     sizes |= {"HEADS": 6, "HAS_SINKS": True}
-    for kernel in (fused.attend_chunk, fused.join_chunks):
-        constants = {name: size for name, size in sizes.items() if name in kernel.arg_names}
-        types = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-        source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants)
-        assert triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]
+    constants = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+    types = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(("capability", "limit"), [(80, 163), (86, 99)])
+def test_wide_heads_in_float32_fit_in_shared_memory(capability, limit):
+    block = fused.keys_in_block(256, 256, 4)
+    assert (
+        compiled(fused.attend_chunk, capability, "*fp32", 192, block).metadata.shared <= limit << 10
+    )
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "head_dim", "block"),
+    [(2, 64, 64), (2, 256, 64), (2, 512, 32), (4, 128, 64), (4, 256, 32), (4, 512, 16)],
+)
+def test_wide_heads_are_multiplied_with_fewer_keys_at_a_time(itemsize, head_dim, block):
+    assert fused.keys_in_block(head_dim, head_dim, itemsize) == block
 
 
 class Text:
@@ -121,7 +155,7 @@ def test_the_kernel_gives_what_the_reference_does(kind, padded):
 
 @runs_kernels
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_alone_and_among_others():
+def test_a_row_has_the_same_bits_alone_and_among_others(monkeypatch):
     pool = RowPool([SHAPE], torch.float32, DEVICE)
     texts = [Text(pool, length, i) for i, length in enumerate((600, 40, 511))]
     trees = [random_tree(torch.Generator().manual_seed(i), 3) for i in range(3)]
@@ -130,9 +164,26 @@ def test_a_row_has_the_same_bits_alone_and_among_others():
     rows = list_pass(parts, pool, padded=True).to(DEVICE)
     padding = queries(len(rows.positions) - len(query), 2)
     together = fused.attend(pool, rows, params, torch.cat([query, padding]))
+    # some rows at a time
+    monkeypatch.setattr(fused, "SUMS_BYTES", 3 * 4 * HEADS * 2 * SHAPE.value_dim)
+    assert torch.equal(fused.attend(pool, rows, params, torch.cat([query, padding])), together)
     first = 0
     for part in parts:
         own = slice(first, first + part.rows)
         alone = fused.attend(pool, list_pass([part], pool).to(DEVICE), params, query[own])
         assert torch.equal(alone, together[own])
         first += part.rows
+
+
+@runs_kernels
+@pytest.mark.parametrize("purpose", [0, 1])
+def test_the_kernels_words_are_the_references(purpose):
+    generator = torch.Generator().manual_seed(purpose)
+    draws = torch.randint(-(2**63), 2**63 - 1, (5, 3), generator=generator)
+    draws[:, 1] = torch.arange(5)
+    rows = DrawnRows.of(draws.to(DEVICE), torch.tensor([0, 3, 2**20, 2**31, 9], device=DEVICE))
+    first = torch.randint(2**18, (5, 300), generator=generator).to(DEVICE)
+    right = philox(rows, first, purpose)
+    got = fused_noise.philox(rows, first, purpose)
+    assert all(map(torch.equal, got, right))
+    assert not torch.equal(got[0], philox(rows, first, 1 - purpose)[0])

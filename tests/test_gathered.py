@@ -1,5 +1,5 @@
 """Attention of many sequences in one call, the way of accelerators: each path's logits by itself,
-layout by layout. What these are is held to transformers in test_same_logits.py."""
+layout by layout. What these are is held to transformers in test_families.py."""
 
 import dataclasses
 

@@ -16,15 +16,15 @@ from cases import refuses
 from gguf_files import TINY, finish, metadata, model_of, say, write
 from quickbeam import LLM, SamplingParams
 from quickbeam.errors import InvalidInput
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.gguf import checkpoint as gguf_checkpoint
-from quickbeam.models.gguf import names
-from quickbeam.models.gguf.architecture import ARCHITECTURES, INTERLEAVED
-from quickbeam.models.gguf.checkpoint import GgufCheckpoint
-from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native import library
-from quickbeam.models.native_model import NativeModel
+from quickbeam.models.text.gguf_tokenizer import load_tokenizer
+from quickbeam.models.weights.gguf import checkpoint as gguf_checkpoint
+from quickbeam.models.weights.gguf import names
+from quickbeam.models.weights.gguf.architecture import ARCHITECTURES, INTERLEAVED
+from quickbeam.models.weights.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.weights.gguf.file import GgufFile
 from streaming import alike, limits, on_disk
 from target import Target
 

@@ -13,13 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cases import refuses
 from gguf_files import model_of, write
 from quickbeam import LLM, SamplingParams
-from quickbeam.conversion import convert
-from quickbeam.models.gguf.checkpoint import GgufCheckpoint
-from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.gguf.tokenizer import load_tokenizer
-from quickbeam.models.loading import load_model
 from quickbeam.models.native import library
-from test_gguf import IDS, distance
+from quickbeam.models.text.gguf_tokenizer import load_tokenizer
+from quickbeam.models.weights.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.weights.gguf.convert import convert
+from quickbeam.models.weights.gguf.file import GgufFile
+from test_gguf import distance
 
 KERNELS = library.kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="needs the native kernels")
@@ -50,18 +49,6 @@ def scaled(architecture, **rope):
     return changed(architecture, rope_parameters={"rope_theta": 10000.0, **rope})
 
 
-def load(file):
-    """The model of a file, as a model of transformers."""
-    return load_model(str(file), torch.float32, torch.device("cpu"))[0]
-
-
-def far(file, model) -> float:
-    """How far a file's logits by transformers are from the model's, relative to the largest."""
-    with torch.no_grad():
-        got, wanted = (one(torch.tensor([IDS])).logits for one in (load(file), model))
-    return float((got - wanted).abs().max() / wanted.abs().max())
-
-
 @pytest.mark.parametrize(
     ("rope", "keys"),
     [
@@ -82,12 +69,10 @@ def test_scaled_angles_are_those_of_transformers(architecture, rope, keys, cache
     model = scaled(architecture, **rope)
     file = write(tmp_path / "x.gguf", architecture, model_of(architecture), keys=keys)
     assert distance(file, model) < 2e-4
-    assert far(file, model) < 2e-4
     if "beta_fast" in rope:
         assert distance(file, scaled(architecture, **YARN)) > 1e-3, "the parameters matter"
     if rope["rope_type"] != "default":
         assert distance(file, model_of(architecture)) > 2e-3, "the scaling matters"
-        assert far(file, model_of(architecture)) > 2e-3
 
 
 @pytest.mark.parametrize("keys", [{}, {"rope.scaling.factor": 4.0}, OF_YARN | OF_BETAS])
@@ -107,7 +92,6 @@ def test_factors_of_frequencies_come_beside_a_scaling(keys, cache, tmp_path):
     checkpoint = GgufCheckpoint(file, None, KERNELS)
     assert checkpoint.config.max_position_embeddings == model.config.max_position_embeddings
     assert distance(file, model) < 2e-4
-    assert far(file, model) < 2e-4
 
 
 @pytest.mark.parametrize(
@@ -134,7 +118,6 @@ def test_what_a_family_knows_is_applied(architecture, fields, keys, cache, tmp_p
     model = changed(architecture, **fields)
     file = write(tmp_path / "x.gguf", architecture, model_of(architecture), keys=keys)
     assert distance(file, model) < 2e-4
-    assert far(file, model) < 2e-4
     if fields:
         assert distance(file, model_of(architecture)) > 2e-3, "it matters"
 
@@ -191,7 +174,6 @@ def test_what_is_not_known_is_refused_by_its_key(key, value, cache, tmp_path):
     """Neither run without it, nor given to transformers without it."""
     file = write(tmp_path / "x.gguf", "qwen2", model_of("qwen2"), keys={key: value})
     refuses(rf"qwen2\.{key}.*take the model's folder", LLM, str(file))
-    refuses(rf"qwen2\.{key}.*take the model's folder", load, file)
 
 
 @pytest.mark.parametrize(
@@ -225,9 +207,7 @@ def test_a_part_of_a_head_turns(cache, tmp_path):
     half = model.config.hidden_size // model.config.num_attention_heads // 2
     file = write(tmp_path / "x.gguf", "phi3", model_of("phi3"), keys={"rope.dimension_count": half})
     assert distance(file, model) < 2e-4
-    assert far(file, model) < 2e-4
     file = write(tmp_path / "y.gguf", "qwen3", model_of("qwen3"), keys={"rope.dimension_count": 8})
-    refuses(r"otherwise than the file \(rope\.dimension_count\)", load, file)
 
 
 @pytest.mark.parametrize("value", [0, None])
@@ -240,7 +220,6 @@ def test_a_context_that_is_not_said_is_unknown_and_not_unlimited(value, cache, t
     keys["rope.scaling.original_context_length"] = 512
     file = write(tmp_path / "x.gguf", "llama", model_of("llama"), keys=keys)
     assert GgufCheckpoint(file, None, KERNELS).config.max_position_embeddings == 512
-    assert load(file).config.max_position_embeddings == 512
 
 
 def test_how_texts_are_split_is_known_or_refused(cache, tmp_path, caplog):
@@ -248,7 +227,6 @@ def test_how_texts_are_split_is_known_or_refused(cache, tmp_path, caplog):
     file = write(tmp_path / "x.gguf", "llama", model, keys={"tokenizer.ggml.pre": "deepseek-v9"})
     said = r"'deepseek-v9' \(tokenizer\.ggml\.pre\).*known: .*qwen2"
     refuses(said, LLM, str(file))
-    refuses(said, load, file)
     file = write(tmp_path / "y.gguf", "llama", model, keys={"tokenizer.ggml.pre": None})
     with caplog.at_level(logging.WARNING):
         load_tokenizer(GgufFile(file))
@@ -272,7 +250,6 @@ def test_ids_of_no_token_are_left_out_with_a_word(value, cache, tmp_path, caplog
         assert llm.eos_ids == {0, 2}
     for name in names:
         assert f"tokenizer.ggml.{name}_token_id is {value}, which is no token" in caplog.text
-    assert load(file).config.pad_token_id is None
     keys = {"tokenizer.ggml.padding_token_id": 288}  # of vocabularies with a token more
     load_tokenizer(GgufFile(write(tmp_path / "y.gguf", "llama", model_of("llama"), keys=keys)))
     keys = {"tokenizer.ggml.eos_token_id": 288}
@@ -331,7 +308,6 @@ def test_a_model_in_several_files_is_read_from_all_of_them(cache, tmp_path):
         params = SamplingParams(max_tokens=6, ignore_eos=True)
         answers = [llm.generate("ab ab", params) for llm in (one, several)]
         assert answers[0].token_ids == answers[1].token_ids
-    assert far(first, model) < 2e-4
     refuses(rf"is part 2 of .*give {first.name}", LLM, str(others[0]))
     (tmp_path / "other.gguf").write_bytes(others[0].read_bytes())
     words = r"other\.gguf is part 2 of .* by its metadata: give the first one"
@@ -353,7 +329,6 @@ def test_a_big_endian_file_says_so(tmp_path):
     file = tmp_path / "x.gguf"
     write(file, "llama", model_of("llama"), endianess=gguf.GGUFEndian.BIG)
     refuses(r"x\.gguf is big-endian.*gguf_convert_endian", LLM, str(file))
-    refuses("big-endian", load, file)
 
 
 def test_layers_behind_those_of_the_metadata_are_left_out_with_a_word(tmp_path, caplog):

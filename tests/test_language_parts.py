@@ -16,13 +16,13 @@ from checkpoints import configure, rewrite
 from models import SIZES, spread_out, table
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.models.chat_template import for_template
-from quickbeam.models.checkpoint import Checkpoint
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.native import library
-from quickbeam.models.native_model import NativeModel
-from quickbeam.models.stored import COMPOSITES
-from quickbeam.models.tokenizer import load_tokenizer
+from quickbeam.models.text.chat_template import for_template
+from quickbeam.models.text.tokenizer import load_tokenizer
+from quickbeam.models.weights.checkpoint import Checkpoint
+from quickbeam.models.weights.stored import COMPOSITES
 from quickbeam.params import SamplingParams
 from target import logits_of as model_logits
 from test_families import IDS, off

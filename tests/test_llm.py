@@ -17,14 +17,13 @@ from transformers import MambaConfig, T5Config
 
 from cases import refuses
 from quickbeam import LLM, InvalidInput, SamplingParams
-from quickbeam.answering import choose_budget
-from quickbeam.methods import METHODS
+from quickbeam.methods import METHODS, max_nodes
 from quickbeam.models.torch.pages import RowPool
 
 SHORT = SamplingParams(max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(max_tokens=450, ignore_eos=True)  # not over before it is looked at
 REFUSED = {"encoder-decoder": T5Config(d_model=16, num_layers=1)}
-REFUSED["can't take a draft back"] = MambaConfig(hidden_size=16)
+REFUSED["no family describes mamba"] = MambaConfig(hidden_size=16)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +185,7 @@ def test_a_conversation_keeps_its_common_prefix(toy_folder, monkeypatch):
     ({"model": "organisation/not-cached"}, "'organisation/not-cached': .* built-in model: smol"),
     ({"model": str(Path(__file__).parent)}, r"has no config\.json"),
     ({"method": "lgitspec"}, "unknown method 'lgitspec'; known: ar, pld, .*mean 'logitspec'"),
-    ({"dtype": "int3"}, "unknown dtype 'int3'; known: auto, bfloat16"),
+    ({"dtype": "int3"}, "unknown dtype 'int3'; known: bfloat16, float16, float32, auto"),
     ({"device": "tpu9"}, "device 'tpu9' can't be used: give 'cpu', or 'cuda'"),
     ({"budget": 513}, r"must be auto \(or 0\) for the measured budget, or a number of nodes, at"),
     ({"max_running": 0}, "max_running=0: must be at least 1"),
@@ -203,8 +202,8 @@ def test_a_conversation_keeps_its_common_prefix(toy_folder, monkeypatch):
     ({"memory_of_answers": None}, "memory_of_answers=None: must be a size of memory"),
     ({"keep": 1}, "keep=1: must be a file's path"),
     ({"share_prefixes": "no"}, "share_prefixes='no': must be True or False"),
-    ({"trust_remote_code": 1}, "trust_remote_code=1: must be True or False"),
-    ({"device_map": 1}, "device_map=1: must be a text or a dict"),
+    ({"weights": "int3"}, "unknown weights 'int3'; known: bfloat16, int8, int4"),
+    ({"draft_weights": "int3"}, "unknown draft_weights 'int3'; known: bfloat16"),
     ({"progress": 1}, "progress=1: must be a function"),
 ])  # fmt: skip
 def test_what_cannot_be_used_is_named(toy_folder, options, words):
@@ -298,8 +297,8 @@ def test_what_is_learned_changes_no_seeded_answer(toy_folder, drafter_folder):
 
 
 def test_a_budget_of_auto_is_the_measured_one():
-    assert [choose_budget(asked, "chain") for asked in ("auto", 0, 3)] == [None, None, 3]
-    assert choose_budget(None, "chain") == METHODS["chain"].budget
+    assert [max_nodes(asked, "chain") for asked in ("auto", 0, 3)] == [None, None, 3]
+    assert max_nodes(None, "chain") == METHODS["chain"].budget
 
 
 def test_a_drafter_is_loaded_by_the_first_method_that_needs_it_or_named(toy_folder, drafter_folder):

@@ -22,7 +22,7 @@ from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import make_method
 from quickbeam.models.base import Draft
-from quickbeam.models.kv import SequenceCache
+from quickbeam.models.cache.kv import SequenceCache
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree

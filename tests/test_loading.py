@@ -1,8 +1,9 @@
 """What is loaded is the whole model as transformers computes it, or is refused in words."""
 
+import copy
 import importlib.metadata
-import importlib.util
 import io
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,20 +13,21 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from cases import refuses
+from cases import few, refuses
 from checkpoints import configure, rewrite
-from models import spread_out, tiny
-from quickbeam.drafters import loading as drafters
+from models import CONFIGS, spread_out, table, tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.models import loading
-from quickbeam.models.families import FAMILIES
-from quickbeam.models.formats import wanted_dtype
-from quickbeam.models.loading import load_model
-from quickbeam.models.native_model import why_not_native
+from quickbeam.models.families import describe
+from quickbeam.models.families.reading import NotDescribed
+from quickbeam.models.opening import make_model, open_checkpoint
+from quickbeam.models.torch.model import TorchModel
+from quickbeam.models.transformers_class import load_model
+from quickbeam.models.weights.formats import wanted_dtype
 from quickbeam.params import SamplingParams
+from test_prequantised import write as write_quantised
 
 CPU = torch.device("cpu")
 CONTEXT = 48
@@ -75,35 +77,80 @@ def test_angles_that_follow_the_length_are_those_of_transformers(folder, rope, l
 
 
 @pytest.mark.parametrize("part", ["class", "embed_tokens", *(f"layers.1.{one}" for one in LINEARS)])
-def test_the_kernels_take_plain_modules_and_classes_of_transformers_only(part):
+def test_plain_modules_and_classes_of_transformers_alone_are_taken(part):
     """A linear as peft's and the quantised ones computes more than its weight says."""
     model = tiny("llama")
-    assert not why_not_native(model)
+    assert describe(model)
     if part == "class":
         foreign = {"__module__": "came_with_the_model"}
         model.__class__ = type("LlamaForCausalLM", (type(model),), foreign)
     else:
         plain = model.model.get_submodule(part)
         plain.__class__ = type("Adapted", (type(plain),), {})
-    assert why_not_native(model)
+    words = "comes with Python code of its own, which is not run" if part == "class" else "Adapted"
+    refuses(words, make_model, model, error=NotDescribed)
 
 
-def test_what_the_kernels_do_not_run_is_said_to_be_not_promised(
-    folder, tmp_path, caplog, monkeypatch
-):
-    monkeypatch.delitem(FAMILIES, "helium")  # whose tensors are Llama's
-    plain = Path(shutil.copytree(folder, tmp_path / "plain"))
-    write(folder, model_type="helium", architectures=["HeliumForCausalLM"])
+def quantised(model, package, changed):
+    """The model as a library that quantises leaves it: `changed` puts its tensors into a layer."""
+    plain = model.model.layers[0].mlp.down_proj
+    plain.__class__ = type("Linear4bit", (type(plain),), {"__module__": f"{package}.nn.modules"})
+    changed(plain)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("package", "config", "name"),
+    [
+        ("bitsandbytes", BitsAndBytesConfig(load_in_4bit=True), "bitsandbytes"),
+        ("bitsandbytes", {"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ("bitsandbytes", None, "bitsandbytes"),
+        ("hqq", {"quant_method": "hqq"}, "hqq"),
+        ("hqq", None, "hqq"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_that_transformers_quantised_is_refused_by_name(package, config, name, packed):
+    def changed(module):
+        if packed:
+            del module.weight
+            module.W_q = torch.nn.Parameter(torch.ones(3))
+
+    model = quantised(tiny("llama"), package, changed)
+    if config is not None:
+        model.config.quantization_config = config
+    words = rf"LlamaForCausalLM are quantised \({name}\).*take the unquantised.*AWQ.*\.gguf"
+    refuses(words, make_model, model)
+
+
+def test_weights_that_were_widened_are_plain():
+    """As of transformers' `dequantize`, which leaves the configuration's field."""
+    model = tiny("llama")
+    model.config.quantization_config = {"quant_method": "fp8"}
+    assert describe(model)
+
+
+def test_an_odd_number_of_inputs_is_left_to_pytorch(caplog):
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.intermediate_size = 47
+    with caplog.at_level("INFO", "quickbeam"):
+        model = make_model(tiny("", torch.bfloat16, config=config))
+    assert isinstance(model, TorchModel) and not model.exact
+    assert re.search(r"promise the same bits \(.*down_proj\.weight has an odd", caplog.text)
+
+
+@pytest.mark.parametrize("kernels", ["eager", None])
+def test_what_the_kernels_do_not_run_is_said_to_be_not_promised(folder, caplog, native, kernels):
+    write(folder)
+    if kernels is not None:
+        native(kernels)
     with caplog.at_level("INFO", "quickbeam"), LLM(str(folder)) as llm:
-        answer = llm.generate([3, 1, 4], SamplingParams(max_tokens=4))
-    assert not answer.statistics.exact and answer.to_json()["exact"] is False
-    (line,) = [record.message for record in caplog.records if "promise" in record.message]
-    assert "HeliumForCausalLM" in line and "HeliumForCausalLM" in llm.kernels
-    caplog.clear()
-    with caplog.at_level("INFO", "quickbeam"), LLM(str(write(plain))) as llm:
         answer = llm.generate([3, 1, 4], SamplingParams(max_tokens=4))
         logged = "promise" in caplog.text
         assert answer.statistics.exact == llm.model.exact == (not logged)
+        assert answer.to_json()["exact"] is llm.model.exact
+    if kernels is not None:
+        assert logged and "QUICKBEAM_KERNELS" in llm.kernels
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -124,12 +171,12 @@ def test_experts_are_read_from_stacked_and_from_single_tensors(folder, stacked):
     assert answer.token_ids == ids[5:]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes reads them"
-)
-def test_quantised_weights_without_their_library_are_refused(folder):
-    configure(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    words = r"\(bitsandbytes\).*missing here: .*pip install -U bitsandbytes.*unquantised"
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "quanto", "eetq"])
+def test_a_checkpoint_that_is_quantised_otherwise_is_refused_by_name(method, folder):
+    write(folder)
+    configure(folder, quantization_config={"quant_method": method})
+    words = rf"quantised by {method}; read are AWQ.*\.gguf file, or the unquantised"
+    refuses(words, LLM, str(folder))
     refuses(words, load, folder)
 
 
@@ -154,28 +201,19 @@ class OddForCausalLM(LlamaForCausalLM):
     return folder
 
 
-def test_code_of_a_model_runs_only_where_that_is_asked_for(with_code, tmp_path, monkeypatch):
+def test_code_of_a_model_never_runs(with_code, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # the lines of a chat are no consent
-    with pytest.raises(InvalidInput, match="--trust-remote-code") as caught:
-        load(with_code)
-    assert "\n" not in str(caught.value) and not (tmp_path / "ran").exists()
-    model = load(with_code, trust_remote_code=True)
-    assert type(model).__name__ == "OddForCausalLM" and (tmp_path / "ran").exists()
-
-
-def test_a_drafter_is_trusted_where_that_is_asked_for(monkeypatch, tmp_path):
-    seen = []
-
-    def stand_in(*arguments, **options):
-        seen.append(options["trust_remote_code"])
-        raise InvalidInput("enough")
-
-    monkeypatch.setattr(drafters, "open_model", stand_in)
-    known = {"dtype": torch.float32, "device": CPU, "streamed": None, "weights": "bfloat16"}
-    target: Any = type("Target", (), known)
-    for options in ({}, {"trust_remote_code": True}):
-        refuses("enough", drafters.load_drafter, str(tmp_path), target, None, **options)
-    assert seen == [False, True]
+    words = (
+        r"no family describes OddForCausalLM \(model_type 'odd'\), and Python code that comes with "
+        r"a model is not run; the nearest by name and fields is '.*docs/extending/architectures\.md"
+    )
+    for opened in (LLM, load):
+        refuses(words, opened, str(with_code))
+    configure(with_code, model_type="llama", architectures=["OddForCausalLM"])
+    assert type(load(with_code)).__name__ == "LlamaForCausalLM"
+    with LLM(str(with_code)) as llm:
+        assert llm.generate([3, 1, 4], SamplingParams(max_tokens=2)).token_ids
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_number_format_is_the_checkpoints_own_and_revisions_the_hubs(folder, monkeypatch):
@@ -183,34 +221,100 @@ def test_the_number_format_is_the_checkpoints_own_and_revisions_the_hubs(folder,
     assert load(folder, wanted_dtype("auto")).dtype is torch.float16
     assert load(folder, wanted_dtype("float32")).dtype is torch.float32
     refuses(r"unknown dtype 'int8'; known: .*bfloat16", wanted_dtype, "int8")
-    assert load(folder, device_map="cpu").device == CPU
-    with pytest.raises(InvalidInput, match=r"device_map spreads it over cpu, disk: .*one device"):
-        load(folder, device_map={"model": "cpu", "lm_head": "disk"}, dtype=torch.float32)
-    refuses(r"revision 'v1'.*on this machine", load, folder, revision="v1")
+    for own in ({"dtype": None}, {"dtype": None, "torch_dtype": None}):  # as of older checkpoints
+        configure(folder, **own)
+        assert open_checkpoint(str(folder), None).dtype is torch.float16
+    configure(folder, dtype="int8")
+    refuses("names numbers of type int8: give dtype", open_checkpoint, str(folder), None)
+    refuses(r"revision 'v1'.*on this machine", LLM, str(folder), revision="v1")
     seen: dict[str, Any] = {}
 
     def stop(name, **options):
-        seen.update(options)
+        seen.update(options, name=name)
         raise OSError("not cached")
 
-    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", stop)
-    refuses("not cached", load_model, "organisation/model", None, CPU, revision="v1")
-    assert seen == {"revision": "v1", "trust_remote_code": False}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", stop)
+    refuses("not cached", open_checkpoint, "organisation/model", None, "v1")
+    assert seen["name"] == "organisation/model" and seen["revision"] == "v1"
 
 
-def test_what_is_no_causal_language_model_is_named(tmp_path):
+def test_pickles_of_the_hub_are_fetched_where_there_is_nothing_else(folder, monkeypatch):
+    write(folder)
+    weights, asked = folder / "model.safetensors", []
+
+    def download(name, *, allow_patterns, **options):
+        asked.append("*.bin" in allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    open_checkpoint("organisation/model", None)
+    assert asked == [False]
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    open_checkpoint("organisation/model", None)
+    assert asked == [False, False, True]
+
+
+def test_what_is_no_described_causal_language_model_is_named(tmp_path):
+    bloom = transformers.BloomConfig(architectures=["BloomForCausalLM"])
+    page = r"docs/extending/architectures\.md says how to describe one"
     for config, reason in (
         (
-            transformers.LlavaConfig(architectures=["LlavaForConditionalGeneration"]),
-            r"LlavaForConditionalGeneration reads more than text \(text_config, vision_config\): "
-            r"its language part runs in the native kernels, .* alone \(llama\)",
+            transformers.Gemma3nConfig(architectures=["Gemma3nForConditionalGeneration"]),
+            r"Gemma3nForConditionalGeneration reads more than text \(audio_config, text_config, "
+            r"vision_config\): take a checkpoint of its language model alone \(gemma3n_text\)",
         ),
-        (transformers.Qwen2VLConfig(), r"Qwen2VLConfig reads more than text .*\(qwen2_vl_text\)"),
-        (transformers.ViTConfig(), "ViTConfig doesn't continue a text from left to right"),
-        (transformers.T5Config(), "T5Config is an encoder-decoder"),
+        (transformers.ViTConfig(), "vit doesn't continue a text from left to right"),
+        (transformers.T5Config(), "t5 is an encoder-decoder"),
+        (bloom, rf"describes BloomForCausalLM \(model_type 'bloom'\); the nearest .*', and {page}"),
+        (transformers.LlavaConfig(text_config=bloom), rf"model_type 'bloom'.*{page}"),
+        (transformers.JambaConfig(), "model_type 'jamba'.* is 'bamba', and"),
+        (transformers.DiffLlamaConfig(), "model_type 'diffllama'.* is 'llama', and"),
+        (transformers.Olmo3Config(), "no weights"),
     ):
         config.save_pretrained(tmp_path)
-        refuses(f"can't load .*: {reason}", load, tmp_path)
+        refuses(f"can't load .*: .*{reason}", load, tmp_path)
+        refuses(f"can't load .*: .*{reason}", LLM, str(tmp_path))
+
+
+FAMILIES = table("families")
+OFTEN = ["gpt2", "mixtral", "gemma3", "deepseek_v3", "qwen3_5", "gpt_oss"]
+
+
+@pytest.mark.parametrize("name", few(FAMILIES, OFTEN))
+def test_training_and_peers_are_given_transformers_model_with_our_weights(name, folder):
+    plain = spread_out(tiny("", config=FAMILIES[name]), 1, vectors=0.1)
+    plain.save_pretrained(folder)
+    loaded = load(folder)
+    assert type(loaded) is type(plain)
+    for one, parameter in plain.state_dict().items():
+        assert torch.equal(loaded.state_dict()[one], parameter), one
+    ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_training_and_peers_read_what_answers_do(folder):
+    """`.bin` files, and weights in few bits in the number format that is asked for."""
+    write(folder)
+    right = load(folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert torch.equal(load(folder).lm_head.weight, right.lm_head.weight)
+    (folder / "pytorch_model.bin").unlink()
+    _, numbers = write_quantised(folder, "gptq-order")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    loaded = load(folder, torch.bfloat16)
+    assert torch.equal(loaded.get_parameter(name), numbers[name].bfloat16())
+
+
+REFUSED = table("refused")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_of_other_kinds_are_refused(name):
+    words = "use_bidirectional_attention|no family describes .* the nearest"
+    refuses(words, make_model, tiny("", config=REFUSED[name]), error=NotDescribed)
 
 
 def test_a_checkpoint_that_lacks_weights_or_has_other_shapes_is_refused(folder):
@@ -246,7 +350,7 @@ def test_what_is_no_file_of_weights_is_refused(folder):
     (folder / "model.safetensors").unlink()
     for broken in (b"", b"version https://git-lfs.github.com/spec/v1\n", b"PK\x03\x04" + bytes(96)):
         (folder / "pytorch_model.bin").write_bytes(broken)
-        refuses("its weights can't be read.*download it again", LLM, str(folder))
+        refuses("can't be read.*download it again", LLM, str(folder))
 
 
 def test_a_tokenizer_that_is_broken_or_missing_is_named(folder):
@@ -261,7 +365,7 @@ def missing(package):
 
 
 def test_a_tokenizer_that_needs_a_library_to_be_converted_says_which(folder, monkeypatch):
-    monkeypatch.setattr("quickbeam.models.tokenizer.version", missing)
+    monkeypatch.setattr("quickbeam.models.text.tokenizer.version", missing)
     (folder / "tokenizer.json").unlink()
     for content, words in (
         (b"\n\x0e\n\x05<unk>", "pip install sentencepiece protobuf"),

@@ -11,10 +11,10 @@ from cases import few, spread
 from features import grown
 from kernels import SETS, best_set, dependent_rows, every_set, linear, load, number, read
 from models import CONFIGS, VOCAB, tiny
-from quickbeam.models.loading import load_model
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.quantised import Packed
+from quickbeam.models.opening import open_model
 from quickbeam.tree import TokenTree
 from target import Target
 
@@ -197,8 +197,8 @@ def test_long_contexts_give_the_same_bits(isa, length, name, native):
 )
 def test_the_built_in_model_gives_the_same_bits(isa, smollm2, begins, count, seeds, native):
     native(isa)
-    model, tokenizer = load_model(str(smollm2), torch.bfloat16, torch.device("cpu"))
-    target = Target(model)
+    opened = open_model(str(smollm2), torch.bfloat16, torch.device("cpu"))
+    target, tokenizer = Target(opened.model), opened.tokenizer
     ids = tokenizer("A small model answered slowly, so its friends drafted ahead of it. " * 100)
     ids = ids["input_ids"]
     for begin in begins:

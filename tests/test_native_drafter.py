@@ -15,7 +15,7 @@ import reference
 from cases import examples
 from features import KINDS, RANDOM, WIDE, Pair, grown, head_of, rounds
 from kernels import SETS, best_set, every_set, load, number
-from models import VOCAB, tiny
+from models import VOCAB, table, tiny
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.passes import NativePasses, TorchPasses
@@ -247,8 +247,8 @@ def test_an_embedding_that_scales_is_not_passed_over(isa, config, native, monkey
 def test_the_bias_of_a_head_counts(isa, native):
     native(isa)
     for fast in (False, True):
-        model = tiny("llama", torch.bfloat16)
-        model.lm_head = torch.nn.Linear(32, VOCAB, dtype=torch.bfloat16)
+        model = tiny("", torch.bfloat16, config=table("families")["phi"])
+        model.lm_head.bias.data.normal_()
         feature = number(5, 32)
         weight = model.lm_head.weight.detach().clone()
         bias = model.lm_head.bias.detach().float().clone()

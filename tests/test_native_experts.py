@@ -10,17 +10,17 @@ import torch
 from cases import few
 from kernels import SETS, best_set, dependent_rows, every_set, load, number, plain_rows
 from models import tiny
-from quickbeam.models.angles import AngleTable
-from quickbeam.models.compiler import SmallParameters, StackCompiler
-from quickbeam.models.experts import add_experts, scoring
+from quickbeam.models.compile.compiler import SmallParameters, StackCompiler
+from quickbeam.models.compile.experts import add_experts, scoring
+from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import FLOAT32, Packer
 from quickbeam.models.opening import make_model
-from quickbeam.models.pages import PagePool
+from quickbeam.models.rotary import AngleTable
 from quickbeam.models.stack import Experts, FeedForward, Linear, Norm, Routing, Stack, Tensor
-from quickbeam.models.stack_tensors import rows_of
 from quickbeam.models.torch.feed_forward import Router
 from quickbeam.models.torch.parts import Reader
+from quickbeam.models.weights.parameters import rows_of
 from target import Target
 from test_families import CONFIGS
 from test_native_bits import text, wrong_rows

@@ -17,9 +17,9 @@ from cases import examples, refuses
 from kernels import best_set, dependent_rows, every_set, filled, linear, load, number
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import KVShape, plain_rows
+from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packed
-from quickbeam.models.pages import PagePool
 
 NAN, INF = torch.nan, torch.inf
 SINGLE, HALF = 2.0**-23, 2.0**-8  # twice the rounding of float32 and of bfloat16

@@ -10,11 +10,11 @@ from quickbeam.llm import LLM
 from quickbeam.models import opening
 from quickbeam.models.families import describe
 from quickbeam.models.opening import make_model
-from quickbeam.models.stack_tensors import ModelParameters
 from quickbeam.models.torch import pinned as of_pinned
 from quickbeam.models.torch.model import TorchModel
 from quickbeam.models.torch.network import Network
 from quickbeam.models.torch.pinned import BUFFERS, Copies, PinnedLayers, layer_bytes, pin_layers
+from quickbeam.models.weights.parameters import ModelParameters
 from quickbeam.params import SamplingParams
 from streaming import bush, ids, saved
 from target import Target

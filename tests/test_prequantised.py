@@ -21,17 +21,17 @@ from cases import refuses, spread
 from checkpoints import configure
 from models import SIZES, tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.models.checkpoint import Checkpoint
+from quickbeam.hub.mtp import SINGLE
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, dense_rows
-from quickbeam.models.native_model import NativeModel
-from quickbeam.models.prequantised import QuantisedTensor, QuantMethod
-from quickbeam.models.shapes import refuse_shared_experts
-from quickbeam.models.stored import dense, located
-from quickbeam.models.tensor_files import TensorFiles
-from quickbeam.mtp import SINGLE
+from quickbeam.models.weights.checkpoint import Checkpoint
+from quickbeam.models.weights.prequantised import QuantisedTensor, QuantMethod
+from quickbeam.models.weights.shapes import refuse_shared_experts
+from quickbeam.models.weights.stored import dense, located
+from quickbeam.models.weights.tensor_files import TensorFiles
 from quickbeam.params import SamplingParams
 from streaming import alike, limits, on_disk
 from target import Target, logits_of
@@ -449,7 +449,7 @@ def test_other_methods_are_named(name, tmp_path):
 
 def test_what_does_not_fit_is_refused(tmp_path):
     for change, error, words in (
-        (lambda s: s.pop(f"{AT}.scales"), NotDescribed, "q_proj.g_idx"),
+        (lambda s: s.pop(f"{AT}.scales"), InvalidInput, "lack .*q_proj.weight.*q_proj.g_idx"),
         (lambda s: s.update({f"{AT}.scales": torch.ones(3, 128)}), InvalidInput, "fit together"),
         (lambda s: s[f"{AT}.g_idx"].fill_(2), InvalidInput, "no order of 128 inputs"),
         (lambda s: s[f"{AT}.scales"].fill_(torch.inf), InvalidInput, "not finite"),

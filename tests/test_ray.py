@@ -22,7 +22,7 @@ from test_batch import all_forty, command, forty
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own
     ray = pytest.importorskip("ray")
-    from quickbeam.batch.ray import QuickbeamActor
+    from quickbeam.serve.actors import QuickbeamActor
     from quickbeam.serve.ray import Replica, build
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # likewise

@@ -19,10 +19,10 @@ from quickbeam.engine.engine import Engine
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.models.base import Batch, Chain, Draft
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.native import library
-from quickbeam.models.native_model import NativeModel
+from quickbeam.models.native.pages import NativeStates
 from quickbeam.models.opening import make_model
-from quickbeam.models.pages import NativeStates
 from quickbeam.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")

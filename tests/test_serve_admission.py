@@ -22,9 +22,9 @@ def llm(toy_folder):
         yield llm
 
 
-def gate(places=1, **settings):
+def gate(max_running=1, **settings):
     gate = Gate(ServeSettings(**settings))
-    gate.places, gate.phase = places, "ready"
+    gate.max_running, gate.phase = max_running, "ready"
     return gate
 
 
@@ -33,7 +33,7 @@ def counts(one):
 
 
 def test_what_waits_is_counted_until_it_is_over_and_turned_away():
-    one = gate(places=1, max_waiting=3)
+    one = gate(max_running=1, max_waiting=3)
     with one.enter(100, 3) as ticket:
         assert counts(one) == (3, 3, 100)
         ticket.taken = 2
@@ -45,7 +45,7 @@ def test_what_waits_is_counted_until_it_is_over_and_turned_away():
     assert counts(one) == (1, 0, 0)
     ticket.end()
     assert counts(one) == (0, 0, 0)
-    one = gate(places=9, max_waiting_tokens=100)
+    one = gate(max_running=9, max_waiting_tokens=100)
     # its turn would never come if they were too many
     with one.enter(1000), pytest.raises(Busy, match="about 1000 tokens wait"):
         one.enter(1)

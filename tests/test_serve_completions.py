@@ -8,10 +8,10 @@ from tokenizers import AddedToken
 
 from quickbeam import LLM, SamplingParams, __version__
 from quickbeam.engine.result import Logprob
+from quickbeam.grammar.token_texts import TokenTexts
 from quickbeam.serve.completions import INFILL, CompletionLogprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
-from quickbeam.token_texts import TokenTexts
 from serving import ScriptedRunner, Texts, ask, ask_raw, chunks, good, refused
 
 PATH = "/v1/completions"

@@ -1,23 +1,28 @@
 """Models that the torch back end reads: from the same files, by the same reader as the kernels'."""
 
 import logging
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
-from cases import few, raising, refuses
+from cases import few, refuses
+from checkpoints import rewrite
 from gguf_files import TINY, model_of, write
-from quickbeam.models import opening
-from quickbeam.models.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.native import library
-from quickbeam.models.native_model import NativeModel
 from quickbeam.models.opening import open_model
-from quickbeam.models.stack_tensors import names, norms
 from quickbeam.models.torch.model import TorchModel
+from quickbeam.models.weights.checkpoint import Checkpoint
+from quickbeam.models.weights.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.weights.parameters import names, norms
 from streaming import saved
 from target import logits_of
+from test_prequantised import AT, CASES
+from test_prequantised import write as write_quantised
 
 CPU = torch.device("cpu")
 IDS = [5, 17, 80, 3, 3, 9, 12, 7, 44, 20, 31, 8]
@@ -27,16 +32,9 @@ def off(got, right):
     return float((got.float() - right.float()).abs().max() / right.float().abs().max())
 
 
-@pytest.fixture
-def read_by_us(monkeypatch):
-    monkeypatch.setattr(opening, "_by_transformers", raising(AssertionError("transformers")))
-
-
 @pytest.mark.parametrize(("dtype", "far"), [("float16", 5e-3), ("float32", 2e-5)])
 @torch.inference_mode()
-def test_a_folder_without_kernels_or_in_half_precision(
-    dtype, far, toy_folder, tmp_path, native, read_by_us
-):
+def test_a_folder_without_kernels_or_in_half_precision(dtype, far, toy_folder, tmp_path, native):
     native("eager")
     folder, kind = saved("qwen3", tmp_path, toy_folder), getattr(torch, dtype)
     loaded = open_model(folder, kind, CPU)
@@ -47,14 +45,14 @@ def test_a_folder_without_kernels_or_in_half_precision(
 
 
 @torch.inference_mode()
-def test_half_precision_needs_no_environment(toy_folder, tmp_path, read_by_us):
+def test_half_precision_needs_no_environment(toy_folder, tmp_path):
     folder = saved("llama", tmp_path, toy_folder)
     assert isinstance(open_model(folder, torch.float16, CPU).model, TorchModel)
 
 
 @pytest.mark.parametrize("architecture", few(TINY, ["llama", "qwen35moe", "gpt-oss", "gemma4"]))
 @torch.inference_mode()
-def test_a_gguf_file_needs_no_kernels(architecture, tmp_path, native, read_by_us):
+def test_a_gguf_file_needs_no_kernels(architecture, tmp_path, native):
     native("eager")
     model = model_of(architecture)
     file = write(tmp_path / "tiny.gguf", architecture, model)
@@ -107,6 +105,39 @@ def test_blocks_that_kernels_do_not_read_together_are_widened(tmp_path, caplog):
         assert isinstance(mixed, NativeModel) and off(logits_of(mixed, IDS), right) < 0.05
 
 
+@pytest.mark.parametrize(
+    "name", few(CASES, ["awq", "gptq-order", "packed-zero", "int8-zero", "fp8"])
+)
+@torch.inference_mode()
+def test_a_checkpoint_in_few_bits_needs_no_kernels(name, toy_folder, tmp_path, native):
+    """Its numbers are widened as it is read."""
+    native("eager")
+    moe = name in ("awq", "fp8")
+    model, numbers = write_quantised(tmp_path, name, moe)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(toy_folder) / file, tmp_path)
+    checkpoint = Checkpoint(tmp_path, torch.float32)
+    for one, wanted in numbers.items():
+        if not moe or ".experts." not in one:
+            assert torch.equal(checkpoint(one), wanted), one
+            assert torch.equal(checkpoint.rows(one, 5, 40), wanted[5:40]), one
+    right = model(torch.tensor([IDS])).logits[0]
+    for dtype, far in ((torch.float32, 1e-3), (None, 0.1)):
+        loaded = open_model(str(tmp_path), dtype, CPU).model
+        assert isinstance(loaded, TorchModel) and loaded.dtype is (dtype or torch.bfloat16)
+        error = (logits_of(loaded, IDS) - right).norm() / right.norm()
+        assert error < (far if not moe or dtype else 0.3)  # where a near choice of experts changes
+
+
+def test_few_bits_that_are_not_finite_are_named_without_kernels(tmp_path, native):
+    native("eager")
+    write_quantised(tmp_path, "gptq")
+    rewrite(tmp_path, {f"{AT}.scales": torch.full((4, 128), torch.inf)})
+    refuses(
+        "q_proj.qweight has numbers that are not finite", Checkpoint(tmp_path, None), f"{AT}.weight"
+    )
+
+
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_gguf_file_of_another_architecture_is_refused(kernels, tmp_path, native):
     if not kernels:
@@ -120,7 +151,7 @@ def test_a_gguf_file_of_another_architecture_is_refused(kernels, tmp_path, nativ
 
 @pytest.mark.skipif(library.kernels() is None, reason="needs the native kernels")
 @torch.inference_mode()
-def test_weights_in_few_bits_are_widened(tmp_path, read_by_us):
+def test_weights_in_few_bits_are_widened(tmp_path):
     model, q8 = model_of("llama"), GGMLQuantizationType.Q8_0
     blocks = {"attn": q8, "ffn": q8, "token_embd": q8}
     file = write(tmp_path / "tiny.gguf", "llama", model, blocks)

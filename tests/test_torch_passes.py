@@ -1,5 +1,6 @@
 """Passes of the torch back end: of one size, one computation, which a graph may hold."""
 
+import random
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -13,16 +14,24 @@ from torch.utils._pytree import tree_leaves
 
 from models import random_tree, tiny
 from quickbeam.engine import measuring
-from quickbeam.models.base import Batch, Chain, Draft
-from quickbeam.models.compiled import kv_shapes
+from quickbeam.models.base import Batch, Chain, Draft, Draws
+from quickbeam.models.compile.compiled_stack import kv_shapes
 from quickbeam.models.families import describe
-from quickbeam.models.stack_tensors import ModelParameters
 from quickbeam.models.torch import pages as of_pages
 from quickbeam.models.torch.feed_forward import has_grouped_product
-from quickbeam.models.torch.graphs import Graphs
+from quickbeam.models.torch.graphs import MOST_GRAPHS, Graphs
 from quickbeam.models.torch.model import PassResults, TorchModel
 from quickbeam.models.torch.pages import RowPool
-from quickbeam.models.torch.rows import PassRows, list_pass, uncommitted
+from quickbeam.models.torch.rows import (
+    PassRows,
+    PassSizes,
+    list_draws,
+    list_pass,
+    next_power,
+    padded_sizes,
+    uncommitted,
+)
+from quickbeam.models.weights.parameters import ModelParameters
 from test_families import CONFIGS
 
 CPU = torch.device("cpu")
@@ -35,21 +44,22 @@ def made(name, dtype=torch.float32):
 
 
 def batch(model, seed):
-    """Two trees and a text behind committed tokens, of other lengths for each seed."""
+    """Two trees and a text behind committed tokens, of other lengths for each seed. The tokens
+    after one of the trees are drawn."""
     generator = torch.Generator().manual_seed(seed)
-    parts = []
+    parts, draws = [], (None, Draws(seed, seed, 0.5 + seed))
     for i in range(2):
         cache = model.pool.new()
         text = torch.randint(90, (20 + 13 * seed + 40 * i,), generator=generator).tolist()
         model.forward(Batch([Chain(cache, text)]))
         cache.commit(range(len(text)))
-        parts.append(Draft(cache, random_tree(generator, 4 + seed)))
+        parts.append(Draft(cache, random_tree(generator, 4 + seed), draws=draws[i]))
     return Batch([*parts, Chain(model.pool.new(), [5, 6, 7][: 1 + seed])])
 
 
 def listed(model, batch):
-    parts = [*map(uncommitted, batch.parts)]
-    return list_pass(parts, model.pool, batch.tokens, batch.wanted, padded=True)
+    parts, draws = [*map(uncommitted, batch.parts)], list_draws(batch)
+    return list_pass(parts, model.pool, batch.tokens, batch.wanted, padded=True, draws=draws)
 
 
 def run(model, sizes, numbers):
@@ -88,9 +98,9 @@ def test_a_pass_that_is_recorded_once_runs_others_of_its_size(name):
     assert given.sizes == first.sizes and not (given.numbers == first.numbers).all()
     recorded = make_fx(lambda numbers: run(model, first.sizes, numbers))
     graph = recorded(torch.from_numpy(first.numbers))
-    got = graph(torch.from_numpy(given.numbers))[0]
-    right = run(model, given.sizes, torch.from_numpy(given.numbers)).logits
-    assert torch.equal(got, right)
+    got = graph(torch.from_numpy(given.numbers))
+    right = run(model, given.sizes, torch.from_numpy(given.numbers))
+    assert all(map(torch.equal, got, right))
 
 
 @torch.inference_mode()
@@ -221,6 +231,37 @@ def test_graphs_of_all_sizes_write_to_the_same_memory(graphs_on_the_cpu):
         graphs.run(listed(model, one), 1)
     first, second = graphs._captured.values()
     assert first.results[0].data_ptr() == second.results[0].data_ptr()
+
+
+def needed_sizes(rng):
+    """Those of a pass over trees of up to 64 requests and a prompt, 65,536 tokens each at most."""
+    sequences = rng.choice((1, 1, 2, 5, 16, 64))
+    nodes = [rng.randint(1, rng.choice((1, 8, 64))) for _ in range(sequences)]
+    prompt = rng.choice((0, 0, rng.randint(1, 64), rng.randint(1, 512)))
+    while sum(nodes) + prompt > 2048:
+        nodes.pop()
+    return PassSizes(
+        rows=sum(nodes) + prompt,
+        wanted=sum(nodes) + min(1, prompt),
+        sequences=len(nodes) + min(1, prompt),
+        pages=rng.randint(1, rng.choice((2, 30, 1024))),
+        path=rng.randint(1, max(nodes)),
+        draws=rng.random() < 0.5,
+    )
+
+
+def test_a_long_run_has_fewer_sizes_than_graphs_are_kept():
+    """Else graphs would be captured over and over."""
+    rng = random.Random(0)
+    run = [needed_sizes(rng) for _ in range(100_000)]
+    padded = {needed: padded_sizes(needed) for needed in run}
+    for needed, sizes in padded.items():
+        assert all(size >= least for size, least in zip(sizes, needed, strict=True))
+        assert sizes.draws == needed.draws
+    assert 60 < len({*padded.values()}) <= MOST_GRAPHS
+    # powers of two of all sizes would be too many
+    powers = {tuple(map(next_power, needed)) for needed in run}
+    assert len(powers) > 3 * MOST_GRAPHS
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.opening import make_model
 from quickbeam.train import block
-from quickbeam.train.block import Blocks, draft, logits, loss_of, new_network, place_blocks
+from quickbeam.train.block import Blocks, block_loss, draft, logits, new_network, sample_blocks
 from quickbeam.train.recipes import Plan, Recipe
 from quickbeam.train.router import ranking
 from quickbeam.train.shards import ConversationTokens, Shards, collate, split
@@ -148,24 +148,24 @@ def test_a_wrong_mask_is_noticed(monkeypatch):
         lambda anchors, n: torch.arange(n) < anchors[..., None] - 1,
         lambda anchors, n: torch.ones(*anchors.shape, n, dtype=torch.bool),  # all that follows
     ):
-        monkeypatch.setattr(block, "sees", wrong)
+        monkeypatch.setattr(block, "visible_context", wrong)
         assert difference_to_drafting() > 1e-2
 
 
 @pytest.mark.parametrize("rows", [7, 10_000])
 def test_the_loss_and_its_gradients_are_those_of_the_formula(rows, monkeypatch):
-    monkeypatch.setattr(block, "ROWS", rows)
+    monkeypatch.setattr(block, "CPU_ROWS", rows)
     of = target()
     made, batch = lively(of).requires_grad_(True), of.read(collate(own_text(model(), 3, seed=2)))
-    blocks = place_blocks(batch, SIZE, 2, False, torch.Generator().manual_seed(0))
+    blocks = sample_blocks(batch, SIZE, 2, False, torch.Generator().manual_seed(0))
     chosen, shift = torch.arange(VOCAB), torch.rand(VOCAB)
     drafted = draft(made, batch, *blocks.inputs(of.device))
-    loss = loss_of(made, drafted, of.head, chosen, shift)
-    p = (drafted.target @ of.head.T + shift).softmax(-1)
+    loss = block_loss(made, drafted, of.head, chosen, shift)
+    p = (drafted.target_hidden @ of.head.T + shift).softmax(-1)
     log = (logits(made, drafted, of.head) + shift).log_softmax(-1)
     distance = (p - log.exp()).abs().sum(-1)
     taken = 1 - distance.detach() / 2
-    certain = made.confidence(drafted.rows, drafted.previous).sigmoid()
+    certain = made.confidence(drafted.hidden, drafted.previous).sigmoid()
     plain, weights = torch.zeros(()), 0.0
     for i, k in enumerate(drafted.position.tolist()):
         weight = math.exp(-k / 4)

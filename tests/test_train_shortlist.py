@@ -110,7 +110,7 @@ def test_places_are_those_of_the_text(network, tmp_path, monkeypatch):
         likely = (last.float() @ HEAD.T).argsort(dim=1, descending=True)[:, : places.LIKELY]
         for at in range(len(one.tokens)):
             known = {*one.tokens[: at + 2].tolist(), *likely[at, :2].tolist()}
-            for earlier in range(0, at + 1, places.STEP):
+            for earlier in range(0, at + 1, places.TOKENS_PER_STEP):
                 if earlier + 1 < len(one.tokens) and one.answer[earlier + 1]:
                     known |= set(likely[earlier, :2].tolist())
             for depth in range(2):

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PhiConfig
 
 from cases import refuses
 from quickbeam.errors import InvalidInput
@@ -15,6 +15,8 @@ from quickbeam.train.recipes import Plan
 from quickbeam.train.text import Dialogue, Template, TextRecipe, Writer
 
 LENGTH, QUESTION = 80, 12
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+SHARED = (*SIZES, "num_attention_heads", "max_position_embeddings", "bos_token_id", "eos_token_id")
 
 
 @torch.inference_mode()
@@ -26,14 +28,15 @@ def plain(model, ids):
 class Chat:
     def __init__(self, folder):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        fields = AutoConfig.from_pretrained(folder).to_dict()
+        config = PhiConfig(**{name: fields[name] for name in SHARED})  # its head has a bias
         how = dict(dtype=torch.float32, attn_implementation="eager")
-        self.model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+        self.model = AutoModelForCausalLM.from_config(config, **how).eval()
         for layer in self.model.model.layers:
             # what came before matters
-            torch.nn.init.normal_(layer.self_attn.o_proj.weight, std=0.5)
+            torch.nn.init.normal_(layer.self_attn.dense.weight, std=0.5)
         self.end = self.model.config.eos_token_id
         self.template = Template.of(self.tokenizer, {self.end})
-        self.model.lm_head.bias = torch.nn.Parameter(torch.zeros(self.model.config.vocab_size))
         self.model.lm_head.bias.data[list(self.template.stops)] = 2.0  # turns end now and then
         self.openers = [self.encode("Why"), self.encode("Tell me")]
 

@@ -12,18 +12,18 @@ from drafters import DRAFTED
 from features import Pair
 from models import VOCAB, tiny
 from quickbeam import LLM
+from quickbeam.config import VOCABS, plain_vocab
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.drafters.vocabulary import is_listed, make_shortlist
-from quickbeam.drafting import Drafting
+from quickbeam.engine.drafting import Drafting
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
-from quickbeam.options import VOCABS, plain_vocab
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 from scripts import cli
@@ -140,7 +140,7 @@ def test_what_cannot_be_is_refused(pairs, tmp_path, monkeypatch):
         assert result.exit_code == 2 and options[-1] in result.output
 
 
-def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path):
+def test_the_default_takes_a_list_that_is_there_and_no_router(pairs, tmp_path):
     drafter = Pair("attention").drafter
     assert not is_listed(drafter)
     drafter.folder = tmp_path
@@ -150,9 +150,10 @@ def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path):
     own = Pair("own-head").drafter
     own.folder = tmp_path
     assert not is_listed(own)
-    drafting = Drafting(None, None, None)
-    for listed, expected in ((True, "frequency+context"), (False, "full")):
-        drafting.listed = listed
+    pair = pairs["attention"]
+    for drafter, expected in ((pair.drafter, "frequency+context"), (own, "full")):
+        drafting = Drafting(pair.target, None, lambda model, tokenizer: drafter)  # noqa: B023
+        drafting.load()
         assert drafting.setting("auto", None, None).vocab == expected
     assert drafting.setting("dynaspec", None, None).vocab == "router"
     assert drafting.setting("auto", "router", 9).vocab == "router"

@@ -16,18 +16,18 @@ from safetensors.torch import save_file
 
 from cases import FULL, before, refuses
 from models import tiny
-from quickbeam import cache
-from quickbeam.cache import file_key
 from quickbeam.errors import QuickbeamError
+from quickbeam.hub import cache
+from quickbeam.hub.cache import file_key
 from quickbeam.models import memory
 from quickbeam.models.families import describe
 from quickbeam.models.memory import HUGE
 from quickbeam.models.native import build, library
 from quickbeam.models.native.quantised import Packed
-from quickbeam.models.packing import PackedWeights
-from quickbeam.models.stack_tensors import ModelParameters
-from quickbeam.models.weight_file import ALIGNED, WeightFile
-from quickbeam.models.weight_reader import Extent, File, Ring
+from quickbeam.models.weights.file_reader import Extent, File, Ring
+from quickbeam.models.weights.packed_file import ALIGNED, WeightFile
+from quickbeam.models.weights.packing import PackedWeights
+from quickbeam.models.weights.parameters import ModelParameters
 
 DATA = torch.randint(0, 256, (10_000,), dtype=torch.uint8, generator=torch.Generator())
 
@@ -135,7 +135,7 @@ def test_another_way_of_packing_has_another_file(tmp_path, monkeypatch):
     assert len(names) == 3
 
 
-LARGE = 3 * cache.WHOLE
+LARGE = 3 * cache.SMALL_FILE
 
 
 def put(path, content):
@@ -197,7 +197,7 @@ def test_weights_packed_in_parts_have_the_bytes_of_ones_packed_whole(layout, kin
     kernels, model = library.kernels(), tiny(layout, torch.bfloat16, wide=True)
     weights = PackedWeights(ModelParameters(model), describe(model), kernels, kind)
     whole = list(weights.pieces())
-    monkeypatch.setattr("quickbeam.models.packing.CHUNK", 1)
+    monkeypatch.setattr("quickbeam.models.weights.packing.CHUNK", 1)
     parts = list(weights.pieces())
     assert torch.equal(torch.cat(parts), torch.cat(whole)) and len(parts) > len(whole)
     assert sum(map(len, parts)) == weights.size

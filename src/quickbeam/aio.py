@@ -10,14 +10,14 @@ from typing import Any
 
 from typing_extensions import Self
 
-from quickbeam.answering import Conversation, Observer, Prompt
 from quickbeam.engine.loop import EngineThread, refuse_copy
 from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import SequenceState, Times
 from quickbeam.engine.stream import Delta, Stream
 from quickbeam.engine.trace import StepRecord, Trace
 from quickbeam.errors import QuickbeamError
-from quickbeam.llm import LLM
+from quickbeam.llm import LLM, Observer
+from quickbeam.models.text.prompts import Conversation, Prompt
 from quickbeam.params import SamplingParams
 
 NOTHING = Delta("", [], [], [])

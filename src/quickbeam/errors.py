@@ -11,15 +11,15 @@ TEXT_ALONE = (
     "only text is read: leave it out, or use transformers, vLLM or llama.cpp for this prompt"
 )
 
-# characters of a name that are compared with known ones: what a client sends may be long
+# characters of a name that are compared: what a client sends may be long
 LONGEST_NAME = 64
 
 
 class QuickbeamError(Exception):
     """Something failed that is not the caller's input, such as a broken download or NaN logits.
 
-    `completions`: the answers so far, where it ended one of several (`LLM.generate`). The command
-    line exits with code 1.
+    `completions`: the answers so far, where the error ended one of several (`LLM.generate`). The
+    command line exits with code 1.
     """
 
     completions: Sequence[Any] = ()
@@ -32,26 +32,26 @@ class InvalidInput(QuickbeamError, ValueError):
     """
 
 
-def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """Return how an error's message ends that refuses a name: with the closest of the `known` ones.
+def did_you_mean(name: object, accepted: Iterable[str]) -> str:
+    """Return the end of an error message that refuses a name: the closest of the `accepted` ones.
 
-    It is empty where none is close.
+    Returns "" where none is close.
     """
-    start = str(given)[:LONGEST_NAME].lower()
-    closest = get_close_matches(start, list(known), n=1, cutoff=0.65)
+    start = str(name)[:LONGEST_NAME].lower()
+    closest = get_close_matches(start, list(accepted), n=1, cutoff=0.65)
     return f"; did you mean {closest[0]!r}?" if closest else ""
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what another library says."""
+    """Return the first line of another library's error message, or the error's type."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def some_of(names: Iterable[str], count: int = 4) -> str:
     """Return the first names in order, and how many more there are."""
-    every = sorted(names)
-    more = f" and {len(every) - count} more" if len(every) > count else ""
-    return f"{', '.join(every[:count])}{more}"
+    ordered = sorted(names)
+    more = f" and {len(ordered) - count} more" if len(ordered) > count else ""
+    return f"{', '.join(ordered[:count])}{more}"
 
 
 def refuse_incomplete(
@@ -62,22 +62,25 @@ def refuse_incomplete(
     """Raise `InvalidInput` naming the tensors that a checkpoint lacks, or has in another shape.
 
     `mismatched`: name, shape as stored, shape as expected. `unread`: the names of tensors that the
-    checkpoint has and that are none of the model's.
+    checkpoint has and the model has not.
     """
-    if mismatched := sorted(mismatched):
+    missing = sorted(missing)
+    mismatched = sorted(mismatched)
+    unread = sorted(unread)
+    if mismatched:
         name, stored, expected = mismatched[0]
         more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
         raise InvalidInput(
             f"{name}{more} has shape {list(stored)}, expected {list(expected)} by "
             "config.json: they are of two models"
         )
-    if missing := sorted(missing):
-        if unread := sorted(unread):
-            raise InvalidInput(
-                f"its weights lack {some_of(missing)}, and its files hold {some_of(unread)} "
-                "instead: rename the tensors as expected, or take a checkpoint whose config.json "
-                "and weights are of one model"
-            )
+    if missing and unread:
+        raise InvalidInput(
+            f"its weights lack {some_of(missing)}, and its files hold {some_of(unread)} "
+            "instead: rename the tensors as expected, or take a checkpoint whose config.json "
+            "and weights are of one model"
+        )
+    if missing:
         hint = (
             "; if its head is its embedding, write tie_word_embeddings: true into config.json"
             if missing == ["lm_head.weight"]

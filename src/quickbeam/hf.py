@@ -28,17 +28,15 @@ from transformers import (
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation import logits_process as processing
 
-from quickbeam.answering import Answering
+from quickbeam.config import BFLOAT16, Budget, LLMOptions
+from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.loading import load_drafter
-from quickbeam.drafting import Drafting
 from quickbeam.engine.output import NullTokenizer
 from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.llm import prepare_kernels
-from quickbeam.models.loading import refuse_unfit
-from quickbeam.models.native.quantised import BFLOAT16
+from quickbeam.llm import LLM, prepare_kernels
+from quickbeam.models.base import Model
 from quickbeam.models.opening import LoadedModel, make_model
-from quickbeam.options import Budget
 from quickbeam.params import SamplingParams
 
 CACHES = ("cache", "past_key_values")  # the argument's name since transformers 5.24, and before
@@ -162,7 +160,6 @@ def _refuse_call(model: PreTrainedModel, config: GenerationConfig, kwargs: dict[
         (cached, f"{', '.join(cached)}: quickbeam keeps its own keys and values, those of earlier "
             "prompts too; leave it out"),
     )  # fmt: skip
-    refuse_unfit(type(model), model.config)
 
 
 def _prompts(ids: torch.Tensor, kwargs: dict[str, Any]) -> list[list[int]]:
@@ -219,11 +216,11 @@ def _columns(
 
 
 # the state of a model that an engine was made from, and the engine
-_engines = WeakKeyDictionary[PreTrainedModel, tuple[Hashable, Answering]]()
+_engines = WeakKeyDictionary[PreTrainedModel, tuple[Hashable, LLM]]()
 _making = threading.Lock()
 
 
-def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> Answering:
+def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> LLM:
     """Return the engine of a model, made anew where the drafter or the weights are others."""
     weights = [*model.parameters(), *model.buffers()]
     places = sorted({str(weight.device) for weight in weights})
@@ -247,9 +244,20 @@ def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> An
             twin = make_model(copy.deepcopy(model, {id(weight): weight for weight in weights}))
             opened = LoadedModel(twin, tokenizer, set(), {})  # the call names the ids that end it
             name = model.name_or_path or type(model).__name__
-            load = partial(load_drafter, drafter or "", model=name, weights=BFLOAT16)
-            drafting = Drafting(load if drafter else None, None, None)
-            _engines[model] = state, Answering(opened, name, drafting)
+
+            def load(target: Model, target_tokenizer: Any) -> Drafter:
+                assert drafter is not None
+                return load_drafter(drafter, target, target_tokenizer, model=name, weights=BFLOAT16)
+
+            _engines[model] = (
+                state,
+                LLM.of_loaded(
+                    opened,
+                    name,
+                    LLMOptions(memory_of_answers=0),
+                    load_drafter=load if drafter else None,
+                ),
+            )
         return _engines[model][1]
 
 

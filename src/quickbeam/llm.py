@@ -2,175 +2,518 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from os import PathLike, fspath
+import reprlib
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
+from tqdm.auto import tqdm
+from typing_extensions import Self, Unpack
 
-from quickbeam import hub, options
-from quickbeam.answering import Answering, choose_budget
+from quickbeam import hub
+from quickbeam.config import (
+    CallArgs,
+    CallOptions,
+    ChatArgs,
+    LLMOptions,
+    ReportProgress,
+    check_call,
+    optional_bytes,
+    takes,
+)
+from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.loading import load_drafter
 from quickbeam.drafters.mtp import runs_mtp
 from quickbeam.drafters.texts import AnswerMemory
-from quickbeam.drafting import Drafting
-from quickbeam.engine.engine import MOST_ACTIVE
-from quickbeam.errors import InvalidInput
+from quickbeam.engine.drafting import Drafting, LoadDrafter
+from quickbeam.engine.engine import Engine
+from quickbeam.engine.loop import Client, EngineThread, refuse_copy
+from quickbeam.engine.output import Output
+from quickbeam.engine.result import Completion
+from quickbeam.engine.sequence import Request
+from quickbeam.engine.stream import Stream
+from quickbeam.engine.trace import StepRecord
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.grammar.compiler import GrammarCompiler
+from quickbeam.grammar.spec import Grammar
+from quickbeam.hub.mtp import MTP
 from quickbeam.machine import in_own_thread
-from quickbeam.methods import preset, stand_in
-from quickbeam.models.formats import (
-    check_weights,
-    pick_device,
-    refuse_memory,
-    refuse_place,
-    wanted_dtype,
+from quickbeam.methods import check_options, max_nodes, stand_in
+from quickbeam.models import builtin
+from quickbeam.models.base import Model
+from quickbeam.models.memory import free_memory
+from quickbeam.models.native import choice as kernel_choice
+from quickbeam.models.native import library
+from quickbeam.models.opening import LoadedModel, open_model
+from quickbeam.models.text.prompts import (
+    Conversation,
+    Message,
+    Prompt,
+    chat_ids,
+    is_single_conversation,
+    is_single_prompt,
+    prompt_ids,
 )
-from quickbeam.models.native import choice, library
-from quickbeam.models.opening import open_model
-from quickbeam.mtp import MTP
-from quickbeam.options import Budget, check_vocab, parse_bytes
-from quickbeam.params import FLAG, Rules, check_values, optional, whole
+from quickbeam.models.weights.formats import pick_device, refuse_memory, refuse_place, wanted_dtype
+from quickbeam.params import SamplingParams, check_values, optional, whole
+from quickbeam.sampling import Sampler, bad_word_ids
 
-SOURCE = (
-    optional(lambda given: isinstance(given, str | PathLike) and str(given) != ""),
-    "a folder, a .gguf file or a Hugging Face id, as a text or a Path; None: the default",
-)
-FILE = (optional(lambda given: isinstance(given, str | PathLike)), "a file's path, or None")
-# the arguments whose wrong types nothing else would name
-ARGUMENTS: Rules = {
-    "model": SOURCE,
-    "drafter": SOURCE,
-    "max_running": (whole(1), "at least 1 answer at a time"),
-    "keep": FILE,
-    "share_prefixes": FLAG,
-    "trust_remote_code": FLAG,
-    "device_map": (
-        optional(lambda given: isinstance(given, str | Mapping)),
-        "a text or a dict, as in transformers, or None",
-    ),
-    "progress": (optional(callable), "a function of a text and a number, or None"),
-    **options.RULES,
+Observer = Callable[[StepRecord], None]
+ParamsForAll = SamplingParams | Sequence[SamplingParams] | None
+TEMPLATE_RULES = {
+    "template": (
+        lambda value: isinstance(value, Mapping | None),
+        "a dict of arguments for the chat template, as {'tools': […]}",
+    )
 }
+STREAM_RULES = {
+    "choice": (optional(whole(0)), "an integer of at least 0, or None"),
+    "observer": (optional(callable), "a function that is called with each step's StepRecord"),
+}
+KV_SHARE = 0.5  # the share of the memory free after loading that keys and values may take
 
 
-class LLM(Answering):
+class LLM:
     """A causal language model that drafts ahead and gives the answers of plain decoding.
 
-    - `model`: a Hugging Face id, a folder or a `.gguf` file. None takes the built-in model, which
-      is fetched on first use.
-    - `method`: a name of `methods/__init__.py`. A call may name another one.
-    - `dtype`: `bfloat16`, `float16`, `float32`, or `auto` for the checkpoint's own.
-    - `device`: the device to run on. None takes CUDA where there is one, else the CPU.
-    - `budget`: nodes of a draft tree, the root included, at most 512; `"auto"` (or 0): as many as
-      pay, by measured cost. None takes the method's own. A call may give its own.
-    - `drafter`: a smaller model, or a feature drafter of this model, named as `model` is; `mtp` is
-      a head for several tokens in the model's own checkpoint. None takes the one that comes with
-      the model, if there is one. The drafter is loaded when a method first needs it.
-    - `vocab`: which part of the vocabulary the drafter scores, one of `options.VOCABS`. None takes
-      the preset's. A call may give its own.
-    - `shortlist`: about how many tokens that part has. None takes the default of
-      `drafters/vocabulary.py`. A call may give its own.
-    - `max_running`: how many answers run side by side, 32 by default; the others wait their turn.
-    - `kv_memory`: memory for keys and values, in bytes or as in `"2GB"`; None: half of the free.
-    - `memory_of_answers`: memory for prompts and answers that are over, in bytes or as in `"64MB"`;
-      0 for none. Later answers draft from them. `keep`: a file that holds them from one process to
-      the next; it is written when the model is closed.
-    - `share_prefixes`: whether texts that begin alike share what was computed of their beginning.
-    - `revision`, `device_map`, `trust_remote_code`: as in transformers. A `device_map` must put
-      everything on one device.
-    - `weights`: `bfloat16`, or `int8` or `int4` (on a CPU). The model is quantised at the first
-      load, and the result is kept in the cache folder. Answers are then exactly those of the
-      quantised model.
-    - `draft_weights`: the same for a smaller model that drafts. None takes the model's own format,
-      which changes no answer.
-    - `memory`: how much the model's weights may take, in bytes or as in `"2GB"`. The weights beyond
-      that are brought in every pass (`docs/memory.md`): on a CPU from disk, on CUDA from the host's
-      memory.
-    - `progress`: called as `progress(stage, fraction)` while a built-in model is fetched and while
-      the native kernels are compiled.
+    It takes the options that `quickbeam.config.LLMOptions` explains, by name; `model` and `method`
+    may also be given in this order. A method that can't do without a drafter needs one. Raises
+    `InvalidInput` for options that can't be used, before any work.
 
-    Raises `InvalidInput` for arguments that can't be used, before any work.
+    Any number of answers may be under way at once, from any threads. They share each pass, and none
+    depends on the others. `close` ends them all; leaving a `with` block does the same.
+
+    Acceptance rates and costs that are learned in one answer are used in the next. They never
+    change a token of an answer. The exception is `SamplingParams(coupling="residual")`: there the
+    answer depends on the draft, though its distribution does not. So that a seed repeats those
+    answers too, each seeded one begins with a policy that has learned nothing. With a measured
+    budget they may still differ.
     """
 
-    def __init__(
-        self,
-        model: str | PathLike[str] | None = None,
-        method: str = "auto",
-        *,
-        dtype: str = "bfloat16",
-        device: str | None = None,
-        budget: Budget | None = None,
-        drafter: str | PathLike[str] | None = None,
-        vocab: str | None = None,
-        shortlist: int | None = None,
-        max_running: int = MOST_ACTIVE,
-        kv_memory: int | str | None = None,
-        memory_of_answers: int | str = "64MB",
-        keep: str | Path | None = None,
-        share_prefixes: bool = True,
-        revision: str | None = None,
-        device_map: str | dict[str, Any] | None = None,
-        trust_remote_code: bool = False,
-        weights: str = "bfloat16",
-        draft_weights: str | None = None,
-        memory: int | str | None = None,
-        progress: Any = None,
-    ) -> None:
-        check_values(locals(), ARGUMENTS)
-        model = None if model is None else fspath(model)
-        named = None if drafter is None else fspath(drafter)
-        drafter = named or hub.shipped_drafter(model)
-        asked, method = method, stand_in(method, drafter is not None)
-        measured = choose_budget(budget, method) is None
-        check_vocab(vocab or preset(method).vocab)
-        remembered = _remembered(memory_of_answers, keep, model or hub.DEFAULT)
-        room = None if kv_memory is None else parse_bytes(kv_memory, "kv_memory")
-        limit = None if memory is None else parse_bytes(memory, "memory")
-        torch_dtype, place = wanted_dtype(dtype), pick_device(device)
-        for one in [weights] if draft_weights is None else [weights, draft_weights]:
-            refuse_place(check_weights(one), place, torch_dtype)
-        if limit is not None:
-            refuse_memory(place, torch_dtype, device_map)
-        for source in (model, drafter):
-            if source is not None:
-                hub.check_source(source)
-        if model is not None and revision is None:
-            hub.check_hub(model)
-        prepare_kernels(place, torch_dtype, progress)
-        name, self.folder = model or hub.DEFAULT, str(hub.resolve(model, progress))
-        if progress:
+    @takes(LLMOptions)
+    def __init__(self, options: LLMOptions) -> None:
+        check_options(options)
+        name, progress = options.source or hub.DEFAULT, options.progress
+        answers = _answer_memory(options, name)
+
+        # the model
+        dtype, device = wanted_dtype(options.dtype), pick_device(options.device)
+        refuse_place(options.weights, device, dtype)
+        if options.draft_weights is not None:
+            refuse_place(options.draft_weights, device, dtype)
+        if options.memory is not None:
+            refuse_memory(device, dtype)
+        prepare_kernels(device, dtype, progress)
+        folder = str(builtin.resolve(options.source, progress))
+        if progress is not None:
             progress(f"loading {name}", None)
-        how = {"progress": progress, "trust_remote_code": trust_remote_code}
-        opening = partial(open_model, self.folder, torch_dtype, place, weights=weights, **how)
-        own: dict[str, Any] = {"memory": limit, "device_map": device_map, "revision": revision}
-        opened = in_own_thread(partial(opening, **own))
-        if drafter == MTP and named is None and not runs_mtp(opened.model):
-            drafter, method = None, stand_in(asked, False)
-        how |= {"model": self.folder, "weights": draft_weights}
-        load = partial(load_drafter, drafter, **how) if drafter else None
-        if remembered is not None:
-            remembered.check(opened.model.vocab_size)
-        engine = {"most": max_running, "share": share_prefixes, "memory": remembered}
-        drafting = Drafting(load, vocab, shortlist)
-        super().__init__(opened, name, drafting, method, budget, room, **engine)
-        self.prepare(method)
-        if measured:  # now, and not in the first answer
+        loaded = in_own_thread(
+            lambda: open_model(
+                folder,
+                dtype,
+                device,
+                weights=options.weights,
+                memory=optional_bytes(options.memory, "memory"),
+                progress=progress,
+                revision=options.revision,
+            )
+        )
+
+        # its drafter
+        drafter = options.drafter or hub.shipped_drafter(options.source)
+        if drafter == MTP and options.drafter is None and not runs_mtp(loaded.model):
+            drafter = None
+
+        def load(model: Model, tokenizer: Any) -> Drafter:
+            return load_drafter(
+                str(drafter),
+                model,
+                tokenizer,
+                model=folder,
+                progress=progress,
+                weights=options.draft_weights,
+            )
+
+        self.folder = folder
+        self._start(loaded, name, options, load if drafter else None, answers)
+        self.prepare(self.drafting.method(self.method))
+        if max_nodes(self.budget, self.method) is None:  # measured now, not in the first answer
             self.thread.call(lambda: self.engine.budget)
 
+    @classmethod
+    def of_loaded(
+        cls,
+        loaded: LoadedModel,
+        name: str,
+        options: LLMOptions | None = None,
+        load_drafter: LoadDrafter | None = None,
+    ) -> Self:
+        """Return an `LLM` of a model that is loaded.
 
-def _remembered(size: int | str, keep: str | Path | None, model: str) -> AnswerMemory | None:
-    if str(size) == "0":
-        if keep is not None:
-            raise InvalidInput(f"keep={str(keep)!r}: a memory of answers of 0 keeps none")
-        return None
-    limit = parse_bytes(size, "memory_of_answers")
-    return AnswerMemory(limit, None if keep is None else Path(keep), model)
+        `name`: what completions and errors call it. `options`: those that don't say how to load it.
+        """
+        options = options or LLMOptions()
+        llm = cls.__new__(cls)
+        llm.folder = ""
+        llm._start(loaded, name, options, load_drafter, _answer_memory(options, name))
+        return llm
+
+    def _start(
+        self,
+        loaded: LoadedModel,
+        name: str,
+        options: LLMOptions,
+        load_drafter: LoadDrafter | None,
+        answers: AnswerMemory | None,
+    ) -> None:
+        self.model, self.tokenizer, self.eos_ids = loaded.model, loaded.tokenizer, loaded.ends
+        # what the model's generation config names; servers take it where a request gives none
+        self.sampling_defaults: Mapping[str, float] = loaded.sampling
+        self.name, self.budget = name, options.budget
+        self.method = stand_in(options.method, load_drafter is not None)
+        if answers is not None:
+            answers.check(self.model.vocab_size)
+        self.drafting = Drafting(
+            self.model, self.tokenizer, load_drafter, options.vocab, options.shortlist
+        )
+        self.engine = Engine(
+            self.model,
+            most=options.max_running,
+            share=options.share_prefixes,
+            memory=answers,
+        )
+        self.thread = EngineThread(self.engine)
+        self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self.eos_ids)
+        self._kv_bytes = optional_bytes(options.kv_memory, "kv_memory")
+        self._bound_memory()
+
+    __reduce__ = refuse_copy
+
+    def _bound_memory(self) -> None:
+        """Set how many pages of keys and values there may be, of target and drafter together."""
+        pool, drafter = self.model.pool, self.drafting.drafter
+        if self._kv_bytes is None:
+            free = free_memory(self.model.device) - self.model.mapped_bytes
+            self._kv_bytes = max(0, int(KV_SHARE * free))
+        page_bytes = pool.page_bytes
+        if drafter is not None and drafter.pool is not None:
+            page_bytes += drafter.pool.page_bytes
+        pages = self._kv_bytes // page_bytes
+        if pages < 2:
+            raise InvalidInput(
+                f"kv_memory={self._kv_bytes} bytes: keys and values of {pool.page} tokens take "
+                f"{pool.page_bytes}; give more"
+            )
+        pool.limit = pages
+
+    # what it is
+
+    @property
+    def kernels(self) -> str:
+        """What computes the passes, as `native (avx2, int8)`, or `PyTorch's` with the reason."""
+        return self.model.describe()
+
+    def describe(self) -> str:
+        """Return `kernels`, and where weights are read from disk, how much of them and how fast."""
+        streamed = self.model.streamed
+        return self.kernels if streamed is None else f"{self.kernels}, {streamed.in_words}"
+
+    @property
+    def methods(self) -> list[str]:
+        """The names of the methods that can be used, with this model's `vocab` and `shortlist`.
+
+        Every other method is refused. Loads the drafter if needed, and raises as that does.
+        """
+        if not self.drafting.loaded:
+            self.thread.call(self._load_drafter)
+        return self.drafting.methods
+
+    def room(self, prompt: int, method: str | None = None) -> int:
+        """Return the most tokens that an answer to a prompt of `prompt` tokens may have.
+
+        Context lengths and the memory for keys and values limit it. Loads the drafter if needed.
+        """
+        drafter = self.prepare(self.drafting.method(method or self.method))
+        return min(limit for limit, *_ in self.engine.limits(drafter)) - prompt
+
+    def prepare(
+        self, method: str, vocab: str | None = None, shortlist: int | None = None
+    ) -> Drafter | None:
+        """Load and return the drafter of `method`; None where there is none or none is needed."""
+        if not self.drafting.drafts(method):
+            return None
+        if not self.drafting.loaded:
+            self.thread.call(self._load_drafter)
+        setting = self.drafting.setting(method, vocab, shortlist)
+        if not self.drafting.has_shortlist(setting):
+            self.thread.call(lambda: self.drafting.shortlist(setting))
+        return self.drafting.drafter
+
+    def _load_drafter(self) -> None:
+        self.drafting.load()
+        self._bound_memory()
+
+    def compile_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar, so that answers with it begin at once. Raises `InvalidInput`."""
+        if not isinstance(grammar, Grammar):
+            raise InvalidInput(
+                f"grammar={reprlib.repr(grammar)}: must be a Grammar, as Grammar.regex(…) makes one"
+            )
+        self._grammars.compile(grammar)
+
+    # answers
+
+    @overload
+    def generate(
+        self,
+        prompts: str | list[int],
+        params: SamplingParams | None = ...,
+        **options: Unpack[CallArgs],
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]],
+        params: ParamsForAll = ...,
+        **options: Unpack[CallArgs],
+    ) -> list[Completion]: ...
+    def generate(
+        self, prompts: Any, params: Any = None, *, progress: bool | None = None, **options: Any
+    ) -> Any:
+        """Continue a prompt, or a list of prompts side by side.
+
+        A prompt is text or a list of token ids; text is taken as it is. For several prompts,
+        `params` may be a list with an entry for each. With `params.n` above 1 each prompt has `n`
+        answers, which stand one after the other in the list. `progress`: whether to show a bar for
+        several answers; None shows it on a terminal. `options` are those of `CallOptions`.
+
+        Raises `InvalidInput` for what can't be used, and what ended an answer; the `completions` of
+        that error are the answers so far.
+        """
+        if not is_single_prompt(prompts):
+            return self._answer_all(prompts, params, progress, options)
+        answers = self._answer_all([prompts], params, progress or False, options)
+        return answers[0] if len(answers) == 1 else answers
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = ...,
+        **options: Unpack[ChatArgs],
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self,
+        messages: list[str] | Sequence[Sequence[Message]],
+        params: ParamsForAll = ...,
+        **options: Unpack[ChatArgs],
+    ) -> list[Completion]: ...
+    def chat(
+        self,
+        messages: Any,
+        params: Any = None,
+        *,
+        progress: bool | None = None,
+        template: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Answer a conversation, or a list of conversations side by side.
+
+        A conversation is a list of messages, `[{"role": "user", "content": "…"}, …]`. A text is a
+        conversation with one message of the user's. `template` holds further arguments for
+        `encode_chat`. The rest is as in `generate`.
+        """
+        if not is_single_conversation(messages):
+            prompts = [self._encode(conversation, template) for conversation in messages]
+            return self._answer_all(prompts, params, progress, options)
+        prompt = self._encode(messages, template)
+        answers = self._answer_all([prompt], params, progress or False, options)
+        return answers[0] if len(answers) == 1 else answers
+
+    def _answer_all(
+        self, prompts: Sequence[Prompt], params: Any, progress: bool | None, options: Any
+    ) -> list[Completion]:
+        """Return the answers to all prompts, computed side by side."""
+        if "choice" in options:
+            raise InvalidInput("choice: this gives all n answers; `stream` gives a single one")
+        every = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(every) != len(prompts):
+            raise InvalidInput(
+                f"{len(every)} parameters for {len(prompts)} prompts: give one for "
+                "all, or one for each"
+            )
+        streams = list[Stream]()
+        try:
+            for prompt, prompt_params in zip(prompts, every, strict=True):
+                for choice in range(_checked(prompt_params).n):
+                    streams.append(self.stream(prompt, prompt_params, choice=choice, **options))
+            shown = progress
+            if progress is None:
+                shown = len(streams) > 1 and sys.stderr.isatty()
+            bar = tqdm(streams, disable=not shown, unit="answer", leave=False)
+            return [stream.result() for stream in bar]
+        except BaseException as error:
+            for stream in streams:
+                stream.cancel()
+            for stream in streams:
+                stream.close()
+            if isinstance(error, QuickbeamError):
+                error.completions = [stream.completion for stream in streams]
+            raise
+
+    def chat_stream(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        template: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Stream:
+        """Answer a conversation piece by piece; see `chat`, and `stream` for the options."""
+        return self.stream(self._encode(messages, template), params, **options)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        observer: Observer | None = None,
+        choice: int | None = None,
+        client: Client | None = None,
+        tenant: Hashable = None,
+        **options: Unpack[CallOptions],
+    ) -> Stream:
+        """Continue one prompt piece by piece; see `generate`.
+
+        `observer` is called with every step, and `client` is notified of it, both on the engine's
+        thread. `choice`: which of the `n` answers to give, counted from 0. `tenant`: whose request
+        it is; tenants take turns where requests wait.
+        """
+        check_call(options)
+        check_values({"choice": choice, "observer": observer}, STREAM_RULES)
+        params = _checked(params)
+        if choice is None and params.n > 1:
+            raise InvalidInput(
+                f"n={params.n}: this gives one answer; ask for each with choice=0 to {params.n - 1}"
+            )
+        ids = prompt_ids(self.tokenizer, prompt)
+        self.model.check_prompt(ids)
+
+        # what drafts
+        method = self.drafting.method(options.get("method") or self.method)
+        vocab, shortlist = options.get("vocab"), options.get("shortlist")
+        self.prepare(method, vocab, shortlist)
+        setting = self.drafting.setting(method, vocab, shortlist).of_answer(params)
+        budget = options.get("budget")
+
+        # what samples
+        output = Output(self.tokenizer, params, self.eos_ids)
+        masks = None
+        if params.grammar is not None:
+            masks = self._grammars.begin(params.grammar, output.ends)
+        sampler = Sampler(
+            params,
+            ids,
+            self.model.vocab_size,
+            ends=output.ends,
+            bad=bad_word_ids(self.tokenizer, params.bad_words),
+            grammar=masks,
+        )
+        request = Request(
+            ids,
+            params,
+            policy=self.drafting.policy(setting, params),
+            output=output,
+            sampler=sampler,
+            budget=max_nodes(self.budget if budget is None else budget, method),
+            setting=setting,
+            shortlist=self.drafting.shortlist(setting),
+            observer=observer,
+            choice=choice or 0,
+            tenant=_hashable(tenant),
+        )
+        return Stream(self.thread, self.engine.new_sequence(request), self.name, method, client)
+
+    def encode_chat(
+        self,
+        messages: Conversation,
+        *,
+        tools: Sequence[Any] | None = None,
+        continue_final_message: bool = False,
+        **arguments: Any,
+    ) -> list[int]:
+        """Return the token ids of a conversation, up to where the model's answer begins.
+
+        A text stands for one message of the user's. With `continue_final_message` the ids end with
+        the last message, and the answer continues it. `tools` and further `arguments` (such as
+        `enable_thinking` of some models) go to the chat template, as in transformers. Raises
+        `InvalidInput` for a model without a chat template, for messages that lack a role or
+        content or hold more than text, and for those that the template refuses.
+        """
+        return chat_ids(
+            self.tokenizer,
+            self.name,
+            messages,
+            tools=tools,
+            continue_final_message=continue_final_message,
+            **arguments,
+        )
+
+    def _encode(self, messages: Conversation, template: Any) -> list[int]:
+        check_values({"template": template}, TEMPLATE_RULES)
+        return self.encode_chat(messages, **(template or {}))
+
+    def reset(self) -> None:
+        """Empty the prefix cache, so that the next prompt is computed from its first token."""
+        self.thread.call(self.engine.forget)
+
+    def close(self) -> None:
+        """End all answers that are under way and free their memory. No more can be asked for."""
+        self.thread.close()
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self.thread.closed else ""
+        return f"{type(self).__name__}({self.name!r}, method={self.method!r}{closed})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def prepare_kernels(place: torch.device, dtype: torch.dtype | None, progress: Any = None) -> None:
+def prepare_kernels(
+    device: torch.device, dtype: torch.dtype | None, progress: ReportProgress | None = None
+) -> None:
     """Compile the native kernels, if a model of this number format (None: its own) uses them."""
-    choice.requested()  # raises for unknown words, even where no kernels are used
-    if place.type == "cpu" and dtype in (torch.bfloat16, None):
+    kernel_choice.requested()  # raises for unknown words, even where no kernels are used
+    if device.type == "cpu" and dtype in (torch.bfloat16, None):
         library.kernels(lambda stage: progress and progress(stage, None))
+
+
+def _answer_memory(options: LLMOptions, model: str) -> AnswerMemory | None:
+    """Return what finished answers are kept in; None for nothing."""
+    if not options.answer_bytes:
+        return None
+    file = None if options.keep is None else Path(options.keep)
+    return AnswerMemory(options.answer_bytes, file, model)
+
+
+def _checked(params: Any) -> SamplingParams:
+    if not isinstance(params, SamplingParams | None):
+        raise InvalidInput(
+            f"params={reprlib.repr(params)}: must be a SamplingParams, as "
+            "SamplingParams(max_tokens=100)"
+        )
+    return params or SamplingParams()
+
+
+def _hashable(tenant: Hashable) -> Hashable:
+    try:
+        hash(tenant)
+    except TypeError as error:
+        raise InvalidInput(f"tenant={tenant!r}: give what can be hashed, as a text") from error
+    return tenant

@@ -1,4 +1,4 @@
-"""This machine: its processor's name, the cores that a process may use, how threads share them."""
+"""This machine: its processor's name, the cores that a process may use, and its threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # a container's share of the processor
 T = TypeVar("T")
-_starting = threading.Lock()  # held while the size of stacks is another one
+_starting = threading.Lock()  # held while the size of new threads' stacks is changed
 
 
 def cpu_name() -> str:
@@ -31,14 +31,16 @@ def usable_cores() -> int:
 
     The process's affinity and its container's CPU quota limit them.
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     try:
         quota, period = QUOTA.read_text(encoding="ascii").split()
-        return max(1, min(cores, math.ceil(int(quota) / int(period))))
+        limit = math.ceil(int(quota) / int(period))
     except (OSError, ValueError):  # no container, or no limit
         return cores
+    return max(1, min(cores, limit))
 
 
 def fulfil(result: Future[T], work: Callable[[], T]) -> None:
@@ -50,21 +52,24 @@ def fulfil(result: Future[T], work: Callable[[], T]) -> None:
 
 
 def in_own_thread(work: Callable[[], T], stack: int = 0) -> T:
-    """Return what `work` returns, called in a thread that ends with it. Raises what it raises.
+    """Return what `work` returns, called in a new thread. Raises what `work` raises.
 
     OpenMP keeps a pool of threads for each thread that has computed in parallel, until that thread
-    ends. Where all pools together have more threads than there are cores, none of them waits for
-    work with its core in hand any more, and each parallel part of a pass begins some 50
-    microseconds later. So whatever computes in parallel beside the engine's own thread, as loading
-    does, does it here. An interrupt does not wait for the work's end. `stack`: bytes of its stack,
-    of which only those that are used take memory; 0 for the usual size.
+    ends. Once all pools together have more threads than there are cores, threads no longer wait for
+    work while keeping their core. Each parallel part of a pass then begins some 50 microseconds
+    later. So parallel work outside the engine's thread, such as loading, is done here.
+
+    An interrupt does not wait for the work's end. `stack`: bytes of the thread's stack, of which
+    only those that are used take memory; 0 for the default size.
     """
-    result, name = Future[T](), "quickbeam-work"
-    thread = threading.Thread(target=fulfil, args=(result, work), name=name, daemon=True)
+    result = Future[T]()
+    thread = threading.Thread(
+        target=fulfil, args=(result, work), name="quickbeam-work", daemon=True
+    )
     with _starting:
-        before = threading.stack_size(stack)
+        earlier_size = threading.stack_size(stack)
         thread.start()
-        threading.stack_size(before)
+        threading.stack_size(earlier_size)
     value = result.result()
     thread.join()
     return value

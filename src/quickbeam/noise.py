@@ -1,18 +1,18 @@
-"""The noise of a place: one Gumbel number for each token of the vocabulary.
+"""The noise of a position: one Gumbel number for each token of the vocabulary.
 
 A number depends on the seed, the choice, the position and the token, and on nothing else.
 
-At a place each token x has a Gumbel number g(x). With p the target's distribution there,
+At a position each token x has a Gumbel number g(x). With p the target's distribution there,
 
     emitted  =  argmax over x of  log p(x) + g(x)
 
-is an exact draw from p (the Gumbel-max trick). The numbers belong to the place and not to a draft.
-So the same token is emitted whatever was drafted, in whichever batch (drafter-invariant sampling;
-Daliri, Musco and Suresh, 2408.07978).
+is an exact draw from p (the Gumbel-max trick). The numbers belong to the position and not to a
+draft. So the same token is emitted whatever was drafted, in whichever batch (drafter-invariant
+sampling; Daliri, Musco and Suresh, 2408.07978).
 
 The numbers come from a counter-based generator, Philox4x32-10 (Salmon et al., SC 2011). Its key is
-the seed, and its counter names the place. So any number can be computed without the ones before it,
-on any device, and padding the vocabulary changes none.
+the seed, and its counter names choice, position and token. So any number can be computed without
+the ones before it, on any device, and padding the vocabulary changes none.
 
 Tokens are grouped into chunks of 64 neighbours. The largest number of a chunk is generated first,
 so that few tokens have to be looked at. Let e(x) = exp(-g(x)), which has an exponential
@@ -40,10 +40,12 @@ ArrayLike = Any  # an array, or a tensor on the CPU
 
 CHUNK = 64  # tokens of a chunk, whose largest number is generated first
 LIKELY = 8  # chunks that are looked at first
-KEPT = 32  # places that are kept
+KEPT = 32  # positions whose peaks are cached
 PEAK, TOKEN = 0, 1  # the last word of a counter says what the number is for
-_FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
-_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # added to the key in each round
+FACTORS = 0xD2511F53, 0xCD9E8D57
+STEPS = 0x9E3779B9, 0xBB67AE85  # added to the key in each round
+_FACTORS = np.array(FACTORS, np.uint64)[:, None]
+_STEPS = np.array(STEPS, np.uint64)[:, None]
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 ROUNDS = 10
 
@@ -56,8 +58,8 @@ def philox(counter: Array, key: tuple[int, int]) -> Array:
     # words 0 and 2, words 1 and 3
     even, odd = counter[0::2].astype(np.uint64), counter[1::2].astype(np.uint64)
     keys = np.array([[key[0]], [key[1]]], dtype=np.uint64)
-    for turn in range(ROUNDS):
-        if turn:
+    for number in range(ROUNDS):
+        if number:
             keys = (keys + _STEPS) & _LOW
         product = even * _FACTORS
         even = (product >> _HALF)[::-1] ^ odd ^ keys
@@ -70,19 +72,20 @@ def uniform(high: Array, low: Array) -> Array:
 
     They are the middles of 2^52 equal parts of the interval.
     """
-    whole = (high << np.uint64(20)) | (low >> np.uint64(12))
-    return (whole.astype(np.float64) + 0.5) * 2.0**-52  # type: ignore[no-any-return]
+    part = (high << np.uint64(20)) | (low >> np.uint64(12))
+    return (part.astype(np.float64) + 0.5) * 2.0**-52  # type: ignore[no-any-return]
 
 
 Peaks = tuple[Array, Array]  # the largest number of each chunk, and the token that has it
-# of a perturbed row: its position, the least probability that counts, the floor of results
+# of a row to perturb: its position, and the least probability of a token before and after
 NoisePlace = tuple[int, float, float]
-Row = tuple[list[int], list[float]]  # tokens, and their results
+Row = tuple[list[int], list[float]]  # tokens, and their perturbed probabilities
 # `perturb` first estimates the largest perturbed probability of a row. It leaves out tokens that
-# can't exceed this share of it, or where a quarter of the row's floor is more, that share.
+# can't exceed this share of it, or where a quarter of the row's least probability after is more,
+# that share.
 CUT = 0.02
-USUAL = 2.3  # exp(-g) is below this 9 times in 10
-TINY = 2.0**-120  # the lowest bar that a token is held against
+NINTH_DECILE = 2.3  # exp(-g) is below this 9 times in 10
+TINY = 2.0**-120  # the lowest threshold of a perturbed probability
 
 
 def _best_of(
@@ -90,9 +93,8 @@ def _best_of(
 ) -> tuple[float, int]:
     tokens = (np.sort(chunks)[:, None] * CHUNK + np.arange(CHUNK)).ravel()
     tokens = tokens[tokens < len(scores)]
-    sums = scores[tokens].astype(np.float64) * scale + noise.of(
-        tokens, np.full(len(tokens), position)
-    )
+    numbers = noise.of(tokens, np.full(len(tokens), position))
+    sums = scores[tokens].astype(np.float64) * scale + numbers
     best = int(sums.argmax())
     return float(sums[best]), int(tokens[best])
 
@@ -106,8 +108,10 @@ class Noise:
     """
 
     def __init__(self, seed: int, choice: int, vocab: int) -> None:
-        self.seed, self.choice, self.vocab = seed % 2**64, choice, vocab
-        self.key = self.seed & 0xFFFFFFFF, self.seed >> 32
+        self.seed = seed % 2**64
+        self.choice = choice
+        self.vocab = vocab
+        self.key = (self.seed & 0xFFFFFFFF, self.seed >> 32)
         self._places: OrderedDict[int, Peaks] = OrderedDict()
 
     def peaks(self, position: int) -> Peaks:
@@ -123,22 +127,25 @@ class Noise:
         return self._places[position]
 
     def _find_peaks(self, position: int) -> Peaks:
-        index = np.arange(-(-self.vocab // CHUNK), dtype=np.uint64)
-        words = self.words(index, np.full(len(index), position, dtype=np.uint64), PEAK)
+        chunks = np.arange(-(-self.vocab // CHUNK), dtype=np.uint64)
+        words = self.words(chunks, np.full(len(chunks), position, dtype=np.uint64), PEAK)
         largest = -np.log(-np.log1p(-uniform(words[0], words[1])) / CHUNK)
-        return largest, ((words[2] >> np.uint64(26)) + index * np.uint64(CHUNK)).astype(np.int64)
+        owners = (words[2] >> np.uint64(26)) + chunks * np.uint64(CHUNK)
+        return largest, owners.astype(np.int64)
 
     def of(self, tokens: Array, positions: Array) -> Array:
         """Return the numbers of `tokens` `[n]`, each at its own position of `positions` `[n]`."""
         words = self.words(tokens.astype(np.uint64), positions.astype(np.uint64), TOKEN)
-        more = -np.log1p(-uniform(words[0], words[1]))
-        largest, whose = np.empty(len(tokens)), np.empty(len(tokens), dtype=np.int64)
+        exponential = -np.log1p(-uniform(words[0], words[1]))
+        largest = np.empty(len(tokens))
+        owner = np.empty(len(tokens), dtype=np.int64)  # the token that has the largest
         for position in set(positions.tolist()):
             here = positions == position
             peaks, owners = self.peaks(position)
             chunks = tokens[here] // CHUNK
-            largest[here], whose[here] = peaks[chunks], owners[chunks]
-        return np.where(whose == tokens, largest, -np.log(np.exp(-largest) + more))
+            largest[here] = peaks[chunks]
+            owner[here] = owners[chunks]
+        return np.where(owner == tokens, largest, -np.log(np.exp(-largest) + exponential))
 
     def largest(self, scores: ArrayLike, position: int, scale: float = 1.0) -> int:
         """Return the token with the largest `scale * scores[token]` + number at a position.
@@ -147,13 +154,14 @@ class Noise:
         result is exact: chunks are skipped only where they can't hold that token.
         """
         scores = np.asarray(scores)
-        whole = len(scores) // CHUNK * CHUNK
-        tops = scores[:whole].reshape(-1, CHUNK).max(1)
-        if whole < len(scores):
-            tops = np.append(tops, scores[whole:].max())
-        if not np.isfinite(tops.max()):  # the maximum is NaN if any score is
+        full = len(scores) // CHUNK * CHUNK  # tokens in chunks of full size
+        chunk_scores = scores[:full].reshape(-1, CHUNK).max(1)
+        if full < len(scores):
+            chunk_scores = np.append(chunk_scores, scores[full:].max())
+        if not np.isfinite(chunk_scores.max()):  # the maximum is NaN if any score is
             return -1
-        bounds = tops.astype(np.float64) * scale + self.peaks(position)[0][: len(tops)]
+        peaks, _ = self.peaks(position)
+        bounds = chunk_scores.astype(np.float64) * scale + peaks[: len(chunk_scores)]
         first = np.arange(len(bounds))
         if len(bounds) > LIKELY:
             first = np.argpartition(-bounds, LIKELY)[:LIKELY]
@@ -174,7 +182,7 @@ class Noise:
         temperature: float,
         most: int,
     ) -> list[Row]:
-        """Return the likeliest tokens of each row after perturbing it with the noise of its place.
+        """Return the likeliest tokens of each row, perturbed by the noise of its position.
 
         `rows` is `[m, s]` probabilities (float32). Column i of a row gets probability *
         exp(temperature * number), and the results are normalised. At most `most` tokens come back,
@@ -185,37 +193,39 @@ class Noise:
         normalising sum counts them as if their number was 0.
         """
         rows, tokens = np.asarray(rows), None if tokens is None else np.asarray(tokens)
-        spots, sizes = list[Array](), list[int]()
-        for q, (position, low, floor) in zip(rows, places, strict=True):
+        candidates = list[Array]()  # columns of each row
+        for q, (position, least, least_after) in zip(rows, places, strict=True):
             peaks, owners = self.peaks(position)
             # no token's number is larger than the largest of its chunk
-            lifts = np.exp(temperature * peaks).astype(np.float32)
-            lifted = q * (
-                np.repeat(lifts, CHUNK)[: len(q)] if tokens is None else lifts[tokens // CHUNK]
+            factors = np.exp(temperature * peaks).astype(np.float32)
+            bounds = q * (
+                np.repeat(factors, CHUNK)[: len(q)] if tokens is None else factors[tokens // CHUNK]
             )
-            likeliest = float(q.max(initial=0.0)) * USUAL**-temperature
-            # the numbers of the tokens that have their chunk's largest are known already
+            likeliest = float(q.max(initial=0.0)) * NINTH_DECILE**-temperature
+            # for the tokens that have the largest number of their chunk, the bound is the result
             if tokens is None:
-                likeliest = max(likeliest, float(lifted[owners[owners < len(q)]].max(initial=0.0)))
-            bar = max(max(CUT, floor / 4) * likeliest, TINY)
-            spots.append(((lifted > bar) & (q >= low)).nonzero()[0])
-            sizes.append(len(spots[-1]))
-        columns = np.concatenate(spots)
+                likeliest = max(likeliest, float(bounds[owners[owners < len(q)]].max(initial=0.0)))
+            threshold = max(max(CUT, least_after / 4) * likeliest, TINY)
+            candidates.append(((bounds > threshold) & (q >= least)).nonzero()[0])
+        sizes = [len(columns) for columns in candidates]
+        every = np.concatenate(candidates)
         positions = np.repeat(np.array([position for position, *_ in places]), sizes)
-        gumbels = self.of(columns if tokens is None else tokens[columns], positions)
-        perturbed, first = list[Row](), 0
-        for q, spot, size, (_, _, floor) in zip(rows, spots, sizes, places, strict=True):
-            probs = q[spot] * np.exp(temperature * gumbels[first : first + size])
-            first += size
-            probs /= probs.sum() + max(0.0, 1 - float(q[spot].sum(dtype=np.float64)))
-            order = np.argsort(-probs, kind="stable")[:most]
-            order = order[probs[order] > floor]
-            names = spot[order] if tokens is None else tokens[spot[order]]
-            perturbed.append((names.tolist(), probs[order].tolist()))
+        gumbels = self.of(every if tokens is None else tokens[every], positions)
+        perturbed = list[Row]()
+        first = 0
+        for q, columns, (_, _, least_after) in zip(rows, candidates, places, strict=True):
+            numbers = gumbels[first : first + len(columns)]
+            first += len(columns)
+            probs = q[columns] * np.exp(temperature * numbers)
+            probs /= probs.sum() + max(0.0, 1 - float(q[columns].sum(dtype=np.float64)))
+            ranked = np.argsort(-probs, kind="stable")[:most]
+            ranked = ranked[probs[ranked] > least_after]
+            names = columns[ranked] if tokens is None else tokens[columns[ranked]]
+            perturbed.append((names.tolist(), probs[ranked].tolist()))
         return perturbed
 
     def forget(self) -> None:
-        """Drop the cached places. Nothing is lost, since every number can be computed again."""
+        """Forget the cached peaks. Each of them can be computed again."""
         self._places.clear()
 
     def words(self, first: Array, positions: Array, purpose: int) -> Array:
@@ -224,7 +234,10 @@ class Noise:
         `purpose` is `PEAK` where `first` are chunks and `TOKEN` where they are tokens.
         """
         counter = np.empty((4, len(first)), dtype=np.uint64)
-        counter[0], counter[1], counter[2], counter[3] = first, positions, self.choice, purpose
+        counter[0] = first
+        counter[1] = positions
+        counter[2] = self.choice
+        counter[3] = purpose
         return self._philox(counter)
 
     def _philox(self, counter: Array) -> Array:

@@ -17,14 +17,14 @@ COUPLED, RESIDUAL = COUPLINGS = ("coupled", "residual")
 
 @dataclass(frozen=True, repr=False)
 class SamplingParams:
-    """How tokens are chosen and where an answer ends.
+    """How tokens are selected and where an answer ends.
 
     Raises `InvalidInput` for values that can't be used.
 
     Logits are changed in this order: `logit_bias` is added; `repetition_penalty`,
     `presence_penalty` and `frequency_penalty` apply; `min_tokens`, `bad_words` and `grammar` ban
     tokens; `temperature` divides; `top_k`, `top_p` and `min_p` rule unlikely tokens out. If they
-    leave no token at some place, the answer ends with an error.
+    leave no token at some position, the answer ends with an error.
     """
 
     max_tokens: int = field(
@@ -86,9 +86,10 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, str) and name != "stop_token_ids":
                 object.__setattr__(self, name, (value,))
-            elif isinstance(value, Iterator):  # which could be read once
+            elif isinstance(value, Iterator):  # which could be read only once
                 object.__setattr__(self, name, tuple(value))
-        least, most = int(self.prompt_logprobs is None), self.max_tokens
+        least = 1 if self.prompt_logprobs is None else 0
+        most = self.max_tokens
         rules = {
             "max_tokens": (whole(least), "an integer of at least 1, or 0 with prompt_logprobs"),
             **RULES,
@@ -97,12 +98,13 @@ class SamplingParams:
         check_values(vars(self), rules)
 
     def __repr__(self) -> str:
-        """Return the call that makes these parameters. Those with their defaults are left out."""
+        """Return the call that makes these parameters. Defaults are left out."""
         default = SamplingParams()
-        texts = {one.name: repr(getattr(self, one.name)) for one in fields(self)}
-        changed = [
-            f"{name}={text}" for name, text in texts.items() if text != repr(getattr(default, name))
-        ]
+        changed = list[str]()
+        for option in fields(self):
+            text = repr(getattr(self, option.name))
+            if text != repr(getattr(default, option.name)):
+                changed.append(f"{option.name}={text}")
         return f"SamplingParams({', '.join(changed)})"
 
     @property
@@ -118,11 +120,15 @@ class SamplingParams:
     @property
     def penalises(self) -> bool:
         """Whether earlier tokens change the logits of a node."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
 
     @property
     def bans(self) -> bool:
-        """Whether `min_tokens` or `bad_words` ban tokens at some places of the output."""
+        """Whether `min_tokens` or `bad_words` ban tokens at some positions of the output."""
         return self.min_tokens > 0 or bool(self.bad_words)
 
     @property
@@ -143,10 +149,10 @@ def check_values(values: Mapping[str, Any], rules: Rules) -> None:
 
     `rules`: by the name of a value, the check that it must pass, and what it must be in words.
     """
-    for name, (good, accepted) in rules.items():
-        if not good(values[name]):
-            given = reprlib.repr(values[name])  # short, whatever it is
-            raise InvalidInput(f"{name}={given}: must be {accepted}")
+    for name, (is_valid, accepted) in rules.items():
+        if not is_valid(values[name]):
+            text = reprlib.repr(values[name])  # short, whatever it is
+            raise InvalidInput(f"{name}={text}: must be {accepted}")
 
 
 def _number(low: float, high: float, kind: Any = Real) -> Rule:
@@ -172,12 +178,14 @@ def _each(rule: Rule) -> Rule:
 
 
 def is_text(text: Any) -> bool:
-    surrogates = isinstance(text, str) and any("\ud800" <= one <= "\udfff" for one in text)
-    return isinstance(text, str) and bool(text) and not surrogates
+    """Whether `text` is a string that is not empty and has no surrogates."""
+    if not isinstance(text, str) or not text:
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _is_bias(bias: Any) -> bool:
-    token, value = bias
+def _is_bias(item: tuple[Any, Any]) -> bool:
+    token, value = item
     return whole(0)(token) and (value == -math.inf or _number(-1e30, 1e30)(value))
 
 
@@ -193,7 +201,7 @@ RULES: Rules = {
     "repetition_penalty": (_number(1e-6, 1e6), "a number between 1e-6 and 1e6 (1: off)"),
     "presence_penalty": MODERATE,
     "frequency_penalty": MODERATE,
-    "logit_bias": (lambda given: isinstance(given, Mapping) and all(map(_is_bias, given.items())),
+    "logit_bias": (lambda bias: isinstance(bias, Mapping) and all(map(_is_bias, bias.items())),
         "a mapping of token ids to numbers between -1e30 and 1e30 (minus infinity bans a token)"),
     "stop": TEXTS,
     "stop_token_ids": (_each(whole(0)), "a list of token ids"),

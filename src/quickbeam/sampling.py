@@ -24,17 +24,16 @@ MOST_BAD = 256  # tokens of a bad word; the work grows with the square of it
 class Bans:
     """The tokens that may not come next.
 
-    These are the ids that would end the answer among its first `min_tokens` tokens, and the last
-    tokens of bad words whose other tokens stand at the end of the output.
-
-    Only output counts: a bad word that begins in the prompt is not noticed.
+    Banned are the ids that would end the answer among its first `min_tokens` tokens, and the last
+    tokens of bad words whose other tokens stand at the end of the output. A bad word that begins in
+    the prompt is not noticed.
     """
 
     def __init__(
         self, min_tokens: int, ends: Collection[int], bad: Collection[Sequence[int]]
     ) -> None:
         self._min_tokens, self._ends = min_tokens, list(ends)
-        self._last: dict[tuple[int, ...], list[int]] = {}  # by what stands before it
+        self._last: dict[tuple[int, ...], list[int]] = {}  # last tokens by those before them
         for *before, last in bad:
             self._last.setdefault(tuple(before), []).append(last)
         self._lengths = sorted({len(before) for before in self._last})
@@ -77,19 +76,19 @@ class TokenCounts:
         The first tensor `[m]` holds the token ids. The second `[m]` (float) says how often output
         and `path` hold each; 0 means that only the prompt holds it.
         """
-        fresh = [token for token in dict.fromkeys(path) if token not in self._slot]
-        fresh_slot = {token: slot for slot, token in enumerate(fresh, len(self._slot))}
-        tokens = torch.cat([self._tokens, torch.tensor(fresh, dtype=torch.long)])
-        counts = torch.cat([self._counts, torch.zeros(len(fresh))])
+        new = [token for token in dict.fromkeys(path) if token not in self._slot]
+        new_slot = {token: slot for slot, token in enumerate(new, len(self._slot))}
+        tokens = torch.cat([self._tokens, torch.tensor(new, dtype=torch.long)])
+        counts = torch.cat([self._counts, torch.zeros(len(new))])
         slots = torch.tensor(
-            [fresh_slot[token] if token in fresh_slot else self._slot[token] for token in path],
+            [new_slot[token] if token in new_slot else self._slot[token] for token in path],
             dtype=torch.long,
         )
         return tokens, counts.index_add_(0, slots, torch.ones(len(path)))
 
 
 class Sampler:
-    """From raw logits to one request's distribution over the next token, at any node of a tree.
+    """Turns raw logits into one request's distribution over the next token, at any node of a tree.
 
     Call `extend` with every emitted token, the next root included. The `path` of a node is the
     tokens below the root, down to the node itself. It is empty for the root.
@@ -184,8 +183,8 @@ class Sampler:
     ) -> int:
         """Return the token at `position`, which follows a node with raw logits `[vocab]`.
 
-        The noise of the place chooses it. The token is a draw from the distribution that `probs`
-        returns. Raises `QuickbeamError` for NaN logits.
+        The noise of the position chooses the token, which is a draw from the distribution that
+        `probs` returns. Raises `QuickbeamError` for NaN logits.
         """
         if self.params.filters:
             scores, scale = self.probs(logits, path).log_(), 1.0
@@ -277,7 +276,7 @@ def most_probable(scores: torch.Tensor) -> int:
 def draw(probs: torch.Tensor, generator: torch.Generator) -> int:
     """Return a token drawn from `probs` `[vocab]`, which need not be normalised.
 
-    Takes one uniform number from `generator`, which may be on another device than `probs`.
+    One uniform number is taken from `generator`, which may be on another device than `probs`.
     """
     mass = probs.cumsum(0, dtype=torch.float64)
     return int(torch.searchsorted(mass, mass[-1:] * uniform(generator), right=True))
@@ -291,13 +290,14 @@ def uniform(generator: torch.Generator) -> float:
 def logprobs(logits: torch.Tensor, token: int, k: int) -> tuple[float, dict[int, float]]:
     """Return the log-probability of `token` and those of the `k` most probable tokens, best first.
 
-    They are of the model's own distribution: the softmax of the raw `logits` `[vocab]`. Raises
-    `QuickbeamError` for NaN or infinite logits.
+    Log-probabilities are of the model's own distribution: the softmax of the raw `logits`
+    `[vocab]`. Raises `QuickbeamError` for NaN or infinite logits.
     """
     log_probs = logits.float().log_softmax(0)
-    top, own = log_probs.topk(min(k, len(log_probs))), float(log_probs[token])
-    _require_finite(not math.isnan(own))
-    return own, dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    top = log_probs.topk(min(k, len(log_probs)))
+    log_prob = float(log_probs[token])
+    _require_finite(not math.isnan(log_prob))
+    return log_prob, dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
 
 
 def _require_finite(finite: bool) -> None:

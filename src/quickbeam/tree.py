@@ -32,7 +32,7 @@ class TokenTree:
         self.value = [1.0]
         self.probability = [1.0]
         self.probs: list[torch.Tensor | None] = [None]
-        self.children: list[dict[int, int]] = [{}]  # by token, in the order of proposal
+        self.children: list[dict[int, int]] = [{}]
 
     def __len__(self) -> int:
         return len(self.token)
@@ -72,9 +72,15 @@ class TokenTree:
     def first(self, count: int) -> TokenTree:
         """Return a tree of the first `count` nodes."""
         tree = TokenTree(self.token[0])
-        lists = self.parent, self.token, self.source, self.value, self.probs, self.probability
-        for entries in zip(*(one[1:count] for one in lists), strict=True):
-            tree.add(*entries)
+        for node in range(1, min(count, len(self))):
+            tree.add(
+                self.parent[node],
+                self.token[node],
+                self.source[node],
+                self.value[node],
+                self.probs[node],
+                self.probability[node],
+            )
         return tree
 
     def child(self, node: int, token: int) -> int | None:
@@ -97,7 +103,7 @@ class TokenTree:
 
         Row i marks the nodes that node i attends to: its ancestors and itself.
         """
-        sees = torch.eye(len(self), dtype=torch.bool)
+        mask = torch.eye(len(self), dtype=torch.bool)
         for node in range(1, len(self)):
-            sees[node] |= sees[self.parent[node]]
-        return sees
+            mask[node] |= mask[self.parent[node]]
+        return mask

@@ -1,16 +1,16 @@
-"""The acceptance rules: they decide which drafted tokens stay.
+"""The two acceptance rules, which decide the drafted tokens that stay.
 
 Both are lossless: each yields the distribution of plain decoding. Nothing here knows of models.
 
-**Equality** (`verify_equal`, coupled sampling). Once the target's logits at a place are known, the
-token emitted there is known too. At temperature 0 it is the most probable token. Otherwise it is
-the token of `Sampler.emitted`, which uses the noise of the place. A drafted token is accepted if it
-is that token (drafter-invariant sampling, 2408.07978). The answer then depends only on model,
-prompt, parameters and seed. So a draft tree may be chosen in any way, even by looking at the noise.
+**Equality** (`verify_equal`, coupled sampling). The target's logits at a position decide the token
+emitted there. At temperature 0 it is the most probable token. Otherwise it is the token of
+`Sampler.emitted`, which uses the noise of the position. A drafted token is accepted if it is that
+token (drafter-invariant sampling, 2408.07978). The answer then depends only on model, prompt,
+parameters and seed. So a draft tree may be chosen in any way, even by looking at the noise.
 
 **Residual rule** (`verify_residual`). This is the rule of the papers. It is for children that were
-drawn with random numbers of their own. They must not be drawn with the noise that chooses the
-answer. They would then depend on the token that the target emits, which the rule forbids.
+drawn with other random numbers than the noise that chooses the answer. With that noise, children
+would depend on the token that the target emits, which the rule forbids.
 
 At a node with target distribution `p` and children y1..yk, each yi was proposed from a distribution
 Qi that depends only on tokens drawn before yi:
@@ -44,7 +44,7 @@ from quickbeam.tree import TokenTree
 
 class Verdict(NamedTuple):
     path: list[int]  # the accepted nodes, from the root down
-    token: int  # the target's own token after the last accepted node
+    token: int  # the token that the target emits after the last accepted node
 
 
 def verify_equal(tree: TokenTree, emitted: Callable[[int], int]) -> Verdict:
@@ -78,12 +78,14 @@ def verify_residual(
     """
     path = [0]
     while True:
-        p, children = probs(path[-1]), tree.children[path[-1]]
+        node = path[-1]
+        p = probs(node)
+        children = tree.children[node]
         if all(tree.probs[child] is None for child in children.values()):
             token = draw(p, generator)
             accepted = children.get(token)
         else:
-            accepted, residual = _first_accepted(tree, path[-1], p, generator)
+            accepted, residual = _first_accepted(tree, node, p, generator)
             if accepted is None:
                 # R is all zeros only where R = Q up to rounding and rounding rejected the child.
                 # Then p itself serves as well.
@@ -97,7 +99,8 @@ def _first_accepted(
     tree: TokenTree, node: int, p: torch.Tensor, generator: torch.Generator
 ) -> tuple[int | None, torch.Tensor]:
     """Return the first accepted child of `node`, or None, and R `[vocab]` as it is then."""
-    residual, earlier = _normalised(p.double()), list[int]()
+    residual = _normalised(p.double())
+    earlier = list[int]()  # tokens of the siblings that were rejected
     for token, child in tree.children[node].items():
         q = _proposal(tree.probs[child], token, earlier, residual)
         if uniform(generator) * float(q[token]) < float(residual[token]):
@@ -110,14 +113,15 @@ def _first_accepted(
 def _proposal(
     probs: torch.Tensor | None, token: int, earlier: list[int], like: torch.Tensor
 ) -> torch.Tensor:
-    """Return the distribution that a child was proposed from, after `earlier` siblings.
+    """Return the distribution that a child was proposed from, after siblings with `earlier` tokens.
 
-    It has the shape, dtype and device of `like`. Only rounding can draw a token of probability 0,
-    which is treated as a deterministic proposal.
+    The distribution has the shape, dtype and device of `like`. A drawn token of probability 0,
+    which only rounding can draw, is treated as a deterministic proposal.
     """
     if probs is not None:
-        struck = torch.tensor(earlier, dtype=torch.long, device=like.device)
-        q = _normalised(probs.to(like.device).to(like.dtype).index_fill(0, struck, 0.0))
+        removed = torch.tensor(earlier, dtype=torch.long, device=like.device)
+        q = probs.to(like.device).to(like.dtype)
+        q = _normalised(q.index_fill(0, removed, 0.0))
         if q[token] > 0:
             return q
     return torch.zeros_like(like).index_fill_(0, torch.tensor([token], device=like.device), 1.0)

@@ -1,1 +1,1 @@
-"""Answer a file of requests into a file of answers, with the server's endpoints or with Ray."""
+"""Answer a file of requests into a file of answers, with a function that answers a request."""

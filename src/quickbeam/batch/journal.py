@@ -1,4 +1,5 @@
-"""The file of answers. It is only appended to: whatever ends the program, each is there once."""
+"""The file of answers. It is only appended to: no answer is lost or there twice, whatever ends the
+program."""
 
 from __future__ import annotations
 
@@ -15,55 +16,61 @@ from typing_extensions import Self
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 
-START = b'{"id": "batch_req_'  # every record begins with this
-GROUP = 1.0  # seconds of writing after which records are synced to the disk
+RECORD_START = b'{"id": "batch_req_'  # every record begins with this
+SYNC_SECONDS = 1.0  # seconds of writing after which records are synced to the disk
 
 
 class Journal:
     """Records of answers in the file `path`, one line each, held by one program at a time.
 
-    `done` maps each record's `custom_id` to its `id`; `failed` maps the `custom_id` of those
-    without an answer to the reason. All are of the model with this `fingerprint`. A record is
-    handed to the system as a whole, and synced at least every `GROUP` seconds; a last line that is
-    incomplete is cut off.
+    - `done`: each record's `id`, by its `custom_id`.
+    - `failed`: why a request has no answer, by its `custom_id`.
+    - `fingerprint`: that of the model that gave the answers; None while there are none.
 
-    Raises `InvalidInput` for a file that is something else or held by another program, and
+    A record is handed to the system as a whole, and synced at least every `SYNC_SECONDS`. A last
+    line that is incomplete is cut off.
+
+    Raises `InvalidInput` for a file that is something else or that another program writes, and
     `QuickbeamError` if it can't be written.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.done, self.failed = path, dict[str, str](), dict[str, str]()
+        self.path = path
+        self.done = dict[str, str]()
+        self.failed = dict[str, str]()
         self.fingerprint: str | None = None
         if path.exists() and not path.is_file():
             raise InvalidInput(f"{path}: must be a file")
         if not path.parent.is_dir():
             raise InvalidInput(f"{path}: there is no such folder; make it first")
-        with ExitStack() as held, self._written():
+        with ExitStack() as resources, self._disk_errors():
+            target = path.resolve()  # the same through any link
+            lock = FileLock(target.parent / f".{target.name}.lock", timeout=0)
             try:
-                real = path.resolve()  # the same through any link
-                held.enter_context(FileLock(real.parent / f".{real.name}.lock", timeout=0))
+                resources.enter_context(lock)
             except Timeout:
                 raise InvalidInput(
                     f"{path}: another program is writing it; wait for its end, or give another file"
                 ) from None
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            held.callback(os.close, self._file)
+            resources.callback(os.close, self._file)
             self._end = self._load()
-            self._held = held.pop_all()
+            self._resources = resources.pop_all()
         self._synced = time.monotonic()
 
     def _load(self) -> int:
-        """Read the records that are there, and return where the last whole one ends, in bytes."""
+        """Read the records that are there. Return where the last complete one ends, in bytes."""
         end = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    if not line.startswith(START) or not line.endswith(b"\n"):
+                    if not line.startswith(RECORD_START) or not line.endswith(b"\n"):
                         raise ValueError
                     self._count(json.loads(line))
                 except (ValueError, KeyError, TypeError):
-                    whole = line.rstrip(b"\0")  # what a crash may leave where it was to be written
-                    if whole[: len(START)] != START[: len(whole)] or file.read(1):
+                    begin = line.rstrip(b"\0")[: len(RECORD_START)]  # a crash may leave zeros
+                    is_cut_off = RECORD_START.startswith(begin) and not file.read(1)
+                    if not is_cut_off:
                         raise InvalidInput(
                             f"{self.path}, line {number}: not an answer of quickbeam batch; give "
                             "another output"
@@ -73,12 +80,13 @@ class Journal:
         return end
 
     def _count(self, record: dict[str, Any]) -> None:
-        name, model = record["custom_id"], _fingerprint(record)
+        name = record["custom_id"]
+        fingerprint = _fingerprint(record)  # raises for what is no record, before it is counted
         if record["error"] is not None or record["response"]["status_code"] != 200:
             error = record["error"] or record["response"]["body"].get("error", {})
             self.failed[name] = error.get("message", "no reason is given")
         self.done[name] = record["id"]
-        self.fingerprint = self.fingerprint or model
+        self.fingerprint = self.fingerprint or fingerprint
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record. Raises `InvalidInput` if it is of another model than the others."""
@@ -90,41 +98,41 @@ class Journal:
                 "output"
             )
         line = json.dumps(record).encode() + b"\n"
-        left = memoryview(line)
-        with self._written():
+        unwritten = memoryview(line)
+        with self._disk_errors():
             try:
                 os.ftruncate(self._file, self._end)  # a last line that was incomplete
-                while left:
-                    left = left[os.write(self._file, left) :]
+                while unwritten:
+                    count = os.write(self._file, unwritten)
+                    unwritten = unwritten[count:]
             except BaseException:
                 os.ftruncate(self._file, self._end)
                 raise
             self._end += len(line)
             self._count(record)
-            if time.monotonic() - self._synced >= GROUP:
+            if time.monotonic() - self._synced >= SYNC_SECONDS:
                 os.fsync(self._file)
                 self._synced = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._held, self._written():
-            if kind is None:  # where something was refused, the file stays as it was
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        with self._resources, self._disk_errors():
+            if error_type is None:  # where something was refused, the file stays as it was
                 os.ftruncate(self._file, self._end)
             os.fsync(self._file)
 
     @contextmanager
-    def _written(self) -> Iterator[None]:
+    def _disk_errors(self) -> Iterator[None]:
         """Raise errors of the disk as `QuickbeamError`."""
         try:
             yield
         except OSError as error:
-            count = len(self.done)
-            kept = f"; the {count} answers before stay in it, and the same command goes on"
-            raise QuickbeamError(
-                f"{self.path}: not written ({error.strerror}){kept if count else ''}"
-            ) from error
+            message = f"{self.path}: not written ({error.strerror})"
+            if count := len(self.done):
+                message += f"; the {count} answers before stay in it, and the same command goes on"
+            raise QuickbeamError(message) from error
 
 
 def _fingerprint(record: dict[str, Any]) -> str | None:

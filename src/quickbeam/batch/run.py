@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 from quickbeam.batch.journal import Journal
 from quickbeam.errors import InvalidInput
 
-CHAT, COMPLETIONS, RESPONSES = URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-SHORT = {"messages": CHAT, "prompt": COMPLETIONS}  # field of a short line, and its endpoint
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+URLS = (CHAT, COMPLETIONS, RESPONSES)
+URL_OF_SHORT_LINE = {"messages": CHAT, "prompt": COMPLETIONS}  # by the field that it has
 ENVELOPE = {"method", "url", "body"}
 
 
@@ -38,7 +41,8 @@ def read(path: Path) -> Iterator[BatchRequest]:
                 if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                     raise InvalidInput(f"{path}: written in UTF-16; save it in UTF-8")
                 # a file that others were joined to has marks in its middle, too
-                if line := line.removeprefix(codecs.BOM_UTF8).rstrip():
+                line = line.removeprefix(codecs.BOM_UTF8).rstrip()
+                if line:
                     yield parse(number, line)
     except OSError as error:
         raise InvalidInput(f"{path}: can't be read ({error.strerror})") from error
@@ -47,19 +51,20 @@ def read(path: Path) -> Iterator[BatchRequest]:
 def parse(number: int, line: bytes) -> BatchRequest:
     """Return the request of one line: OpenAI's, or `messages` or `prompt` with parameters beside.
 
-    Without a `custom_id` it is named after its line. Without a seed it gets one derived from what
-    it asks; with several prompts one for each, so that equal prompts have different answers.
+    A request without a `custom_id` is named after its line. A request without a seed gets one
+    derived from what it asks, and one for each of several prompts, so that equal prompts have
+    different answers.
     """
     name = f"line-{number}"
     try:
         fields = json.loads(line.decode(), parse_constant=_refuse_constant)
         if not isinstance(fields, dict):
             raise ValueError("not a JSON object")
-        given = fields.pop("custom_id", name)
-        if not isinstance(given, str) or not given:
-            raise ValueError(f"custom_id {json.dumps(given)}: must be a text that is not empty")
-        given.encode()  # half of a surrogate pair is no character
-        name = given
+        custom_id = fields.pop("custom_id", name)
+        if not isinstance(custom_id, str) or not custom_id:
+            raise ValueError(f"custom_id {json.dumps(custom_id)}: must be a text that is not empty")
+        custom_id.encode()  # half of a surrogate pair is no character
+        name = custom_id
         json.dumps(fields, ensure_ascii=False).encode()
         url, body = _endpoint_and_body(fields)
         digest = _digest(name, url, body)
@@ -72,7 +77,7 @@ def parse(number: int, line: bytes) -> BatchRequest:
 
 
 def _fault(error: ValueError | RecursionError) -> str:
-    """Return what is wrong with a line, after the words that name it: its column, and why."""
+    """Return the end of a message about a line: the column that is wrong, and why."""
     if isinstance(error, json.JSONDecodeError):
         return f", column {error.colno}: not JSON ({error.msg[:1].lower()}{error.msg[1:]})"
     if isinstance(error, UnicodeDecodeError):
@@ -89,20 +94,21 @@ def _fault(error: ValueError | RecursionError) -> str:
 def _endpoint_and_body(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the endpoint and the body that a line names. Raises `ValueError` if it is wrong."""
     if not fields.keys() & ENVELOPE:
-        kinds = [kind for kind in SHORT if kind in fields]
-        if len(kinds) != 1:
+        names = [name for name in URL_OF_SHORT_LINE if name in fields]
+        if len(names) != 1:
             raise ValueError(
                 "neither a request (custom_id, method, url, body) nor a short one, which has "
                 "either messages or prompt"
             )
-        fields = {"url": SHORT[kinds[0]], "body": fields}
+        fields = {"url": URL_OF_SHORT_LINE[names[0]], "body": fields}
     if unknown := sorted(fields.keys() - ENVELOPE):
         raise ValueError(f"unknown field {unknown[0]!r} beside custom_id, method, url and body")
     if fields.get("method", "POST") != "POST":
         raise ValueError(f"method {json.dumps(fields['method'])}: must be POST")
-    url, body = fields.get("url"), fields.get("body")
+    url = fields.get("url")
     if url not in URLS:
         raise ValueError(f"url {json.dumps(url)}: must be one of {', '.join(URLS)}")
+    body = fields.get("body")
     if not isinstance(body, dict):
         raise ValueError("body: must be a JSON object")
     if body.get("stream"):
@@ -114,8 +120,8 @@ def _seeds(digest: str, prompt: Any) -> dict[str, Any]:
     """Return the field that gives a request its seed, or each of its prompts a seed."""
     if not isinstance(prompt, list) or len(prompt) < 2 or isinstance(prompt[0], int):
         return {"seed": int(digest[-8:], 16)}
-    hashes = (hashlib.sha256(f"{digest} {i}".encode()) for i in range(len(prompt)))
-    return {"seeds": [int.from_bytes(one.digest()[:4], "big") for one in hashes]}
+    hashes = [hashlib.sha256(f"{digest} {i}".encode()).digest() for i in range(len(prompt))]
+    return {"seeds": [int.from_bytes(prompt_hash[:4], "big") for prompt_hash in hashes]}
 
 
 def _digest(*parts: Any) -> str:
@@ -183,11 +189,11 @@ async def run(
     """
     pending = dict[asyncio.Future[Reply], BatchRequest]()
 
-    async def take() -> None:
-        done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+    async def write_completed() -> None:
+        completed, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         # errors come last, so that answers that arrived with them are written first
-        for one in sorted(done, key=lambda one: one.exception() is not None):
-            journal.write(_record(pending.pop(one), one.result()))
+        for task in sorted(completed, key=lambda task: task.exception() is not None):
+            journal.write(_record(pending.pop(task), task.result()))
             answered()
 
     try:
@@ -198,24 +204,33 @@ async def run(
                 journal.write(_record(request, None))
                 answered()
                 continue
-            pending[asyncio.ensure_future(answer(request.url, request.body))] = request
+            task = asyncio.ensure_future(answer(request.url, request.body))
+            pending[task] = request
             if len(pending) >= window:
-                await take()
+                await write_completed()
         while pending:
-            await take()
+            await write_completed()
     finally:
-        for one in pending:
-            one.cancel()
+        for future in pending:
+            future.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
 
 
 def _record(request: BatchRequest, reply: Reply | None) -> dict[str, Any]:
     """Return OpenAI's record of a reply; None stands for a line that is not a valid request."""
-    error = response = None
+    error = None
+    response = None
     if reply is None:
         error = {"code": "invalid_request", "message": request.fault}
     else:
-        number = f"req_{uuid.uuid4().hex}"
-        response = {"status_code": reply.status, "request_id": number, "body": reply.body}
-    own = {"id": request.id, "custom_id": request.custom_id}
-    return {**own, "response": response, "error": error}
+        response = {
+            "status_code": reply.status,
+            "request_id": f"req_{uuid.uuid4().hex}",
+            "body": reply.body,
+        }
+    return {
+        "id": request.id,
+        "custom_id": request.custom_id,
+        "response": response,
+        "error": error,
+    }

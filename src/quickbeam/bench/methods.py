@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
+from quickbeam.config import Budget, check_vocab, plain_vocab
 from quickbeam.errors import InvalidInput
-from quickbeam.hub import DEFAULT, resolve, shipped_drafter
+from quickbeam.hub import DEFAULT, shipped_drafter
 from quickbeam.methods import METHODS, check_method, stand_in
-from quickbeam.options import Budget, check_vocab, plain_vocab
+from quickbeam.models.builtin import resolve
 from quickbeam.params import COUPLED, SamplingParams
 
 if TYPE_CHECKING:  # `quickbeam --help` imports this file, and torch takes seconds to import
@@ -48,7 +49,12 @@ class MethodItem:
 
     def options(self) -> dict[str, Any]:
         """Return what `LLM.generate` and `LLM.stream` take for this entry."""
-        return {key: getattr(self, key) for key in ("method", "budget", "vocab", "shortlist")}
+        return {
+            "method": self.method,
+            "budget": self.budget,
+            "vocab": self.vocab,
+            "shortlist": self.shortlist,
+        }
 
     def comparable(self, params: SamplingParams) -> bool:
         """Whether the model, the prompt and `params` alone decide the tokens of this entry."""
@@ -70,46 +76,56 @@ def parse_methods(
     method without the drafter that it needs.
     """
     default = MethodItem("", "", budget, vocab, shortlist)
-    items = [_item(entry.strip(), default) for entry in text.split(",") if entry.strip()]
-    names = [item.name for item in items]
+    items = list[MethodItem]()
+    for entry in filter(None, map(str.strip, text.split(","))):
+        item = _item(entry, default)
+        if item in items:
+            raise InvalidInput(f"--methods: {entry!r} is given twice")
+        items.append(item)
     if not items:
         raise InvalidInput(f"--methods {text!r}: names no method; known: {', '.join(NAMES)}")
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InvalidInput(f"--methods: {twice!r} is given twice")
-    drafts = (drafter or shipped_drafter(model)) is not None
+    has_drafter = (drafter or shipped_drafter(model)) is not None
     for item in items:
         if not item.is_peer:
-            stand_in(item.method, drafts)
+            stand_in(item.method, has_drafter)
     return items
 
 
 def _item(entry: str, default: MethodItem) -> MethodItem:
-    if (parts := ENTRY.fullmatch(entry)) is None:
+    """Read an entry. What it leaves out is `default`'s, where its method takes that."""
+    parts = ENTRY.fullmatch(entry)
+    if parts is None:
         raise InvalidInput(f"{entry!r}: must be {SYNTAX}, sizes of at least 1 or a budget of auto")
     method, nodes, size, switches = parts.groups()
     check_method(method, NAMES)
     sources = METHODS[method].sources if method in METHODS else ()
-    drafts, vocab = "drafter" in sources, plain_vocab(switches or "") or None
+    has_vocab = "drafter" in sources
+    vocab = plain_vocab(switches or "") or None
+    shortlist = int(size) if size else None
     if nodes and not sources:
         raise InvalidInput(f"{entry!r}: {method} grows no draft tree and takes no budget")
-    if (size or vocab) and not drafts:
+    if (shortlist or vocab) and not has_vocab:
         raise InvalidInput(f"{entry!r}: {method} has no drafter that scores a vocabulary")
-    budget: Budget | None = default.budget
+    budget: Budget | None = None
     if nodes:
         budget = 0 if nodes == "auto" else int(nodes)
-    own = MethodItem(entry, method, budget if sources else None)
-    if not drafts:
-        return own
-    vocab, shortlist = vocab or default.vocab, int(size) if size else None
+    elif sources:
+        budget = default.budget
+    if not has_vocab:
+        return MethodItem(entry, method, budget)
+    vocab = vocab or default.vocab
     check_vocab(vocab or METHODS[method].vocab, shortlist)
-    return replace(own, vocab=vocab, shortlist=shortlist or default.shortlist)
+    return MethodItem(entry, method, budget, vocab, shortlist or default.shortlist)
 
 
 class LLMRunner:
     """One of our methods on a loaded `LLM`, which the methods share."""
 
     def __init__(self, llm: LLM, item: MethodItem, raw: bool = False) -> None:
-        self.llm, self.item, self.raw, self.device = llm, item, raw, str(llm.model.device)
+        self.llm = llm
+        self.item = item
+        self.raw = raw
+        self.device = str(llm.model.device)
 
     def encode(self, messages: Messages) -> list[int]:
         if not self.raw:
@@ -122,6 +138,7 @@ class LLMRunner:
         return self.llm.generate(list(ids), params, **self.item.options())
 
     def last_logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return the target's logits after the last token, `[vocab]`."""
         from quickbeam.models.base import Batch, Chain
 
         model = self.llm.model
@@ -144,25 +161,32 @@ def load_runners(
 
     Returns the methods in the order of `items`, the model's name, and what is read from disk.
     """
-    own, peers = ([item for item in items if item.is_peer is peer] for peer in (False, True))
-    # each method has its own of these
-    given = {k: v for k, v in loading.items() if k not in ("budget", "vocab", "shortlist")}
-    runners, name, disk = dict[str, MethodRunner](), loading["model"] or DEFAULT, None
-    folder, device = loading["model"], loading["device"]
-    if own:
+    own_items = [item for item in items if not item.is_peer]
+    peers = [item for item in items if item.is_peer]
+    runners = dict[str, MethodRunner]()
+    folder, device, disk = loading["model"], loading["device"], None
+    name = folder or DEFAULT
+    if own_items:
         from quickbeam.llm import LLM
 
-        # methods are asked the same questions, and must not know them from each other
-        llm = LLM(**given, method=own[0].method, memory_of_answers=0, progress=progress)
-        folder, device, name, disk = llm.folder, str(llm.model.device), llm.name, llm.model.streamed
-        for item in own:
+        # each method has its own of these
+        per_method = ("budget", "vocab", "shortlist")
+        shared = {key: value for key, value in loading.items() if key not in per_method}
+        # methods are asked the same questions, and must not find each other's answers
+        llm = LLM(**shared, method=own_items[0].method, memory_of_answers=0, progress=progress)
+        for item in own_items:
             llm.prepare(item.method, item.vocab, item.shortlist)
             runners[item.name] = LLMRunner(llm, item, raw)
+        folder = llm.folder
+        device = str(llm.model.device)
+        name = llm.name
+        disk = llm.model.streamed
     if peers:
         from quickbeam.bench.peers import Peer, load
 
-        loaded = load(folder if own else resolve(folder, progress), given["dtype"], device)
-        runners |= {item.name: Peer(loaded, item.method == "hf-pld", raw) for item in peers}
+        loaded = load(folder if own_items else resolve(folder, progress), loading["dtype"], device)
+        for item in peers:
+            runners[item.name] = Peer(loaded, item.method == "hf-pld", raw)
     return {item.name: runners[item.name] for item in items}, name, disk
 
 
@@ -196,21 +220,36 @@ def spread(questions: Sequence[Question], limit: int | None = None) -> list[Ques
     for question in questions:
         by_category.setdefault(question.category, []).append(question)
     longest = max(map(len, by_category.values()), default=0)
-    rounds = (group[i] for i in range(longest) for group in by_category.values() if i < len(group))
-    return list(rounds)[:limit]
+    ordered = list[Question]()
+    for i in range(longest):
+        ordered += [group[i] for group in by_category.values() if i < len(group)]
+    return ordered[:limit]
 
 
 def _question(line: str, where: str) -> Question:
+    """Read a line. Raises `InvalidInput`, which says `where` it is."""
     try:
-        name, category, turns = map(json.loads(line).get, ("question_id", "category", "turns"))
-        texts = isinstance(turns, list) and bool(turns) and [category, *turns]
-        if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-            raise ValueError
-        if not isinstance(name, int | str) or isinstance(name, bool):
-            raise ValueError
-    except (ValueError, AttributeError):
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    fields: dict[str, Any] = record if isinstance(record, dict) else {}
+    question_id: Any = fields.get("question_id")
+    category: Any = fields.get("category")
+    turns: Any = fields.get("turns")
+    valid = (
+        isinstance(question_id, int | str)
+        and not isinstance(question_id, bool)
+        and isinstance(turns, list)
+        and len(turns) > 0
+        and all(map(_is_text, [category, *turns]))
+    )
+    if not valid:
         raise InvalidInput(
             f"{where}: {line.strip()[:80]!r} must be a JSON object with question_id (a number or "
             "string), category (a string) and turns (a list of strings), none of them empty"
-        ) from None
-    return Question(name, category, tuple(turns))
+        )
+    return Question(question_id, category, tuple(turns))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())

@@ -12,9 +12,9 @@ from transformers import GenerationConfig
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.errors import QuickbeamError
 from quickbeam.machine import in_own_thread
-from quickbeam.models.eos import model_eos_ids
-from quickbeam.models.formats import pick_device, wanted_dtype
-from quickbeam.models.loading import load_model
+from quickbeam.models.text.eos import model_eos_ids
+from quickbeam.models.transformers_class import load_model
+from quickbeam.models.weights.formats import pick_device, wanted_dtype
 from quickbeam.params import SamplingParams
 
 LOOKUP = {"prompt_lookup_num_tokens": 10}  # the value transformers' documentation uses

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import date
 from math import sqrt
@@ -23,12 +24,18 @@ from quickbeam.machine import cpu_name
 from quickbeam.models.native.library import describe
 
 Figures = dict[str, Any]
-# what a step costs, on average; a peer's has no phases
-STEP = {"draft_ms": "draft_seconds", "verify_ms": "verify_seconds", "nodes": "nodes"}
-STEP |= {"drafter_calls": "drafter_calls", "drafter_ms": "drafter_seconds"}
-STEP |= {"overhead_ms": "overhead_seconds", "experts": "experts"}
+# What a step costs, on average: figures, and the statistics of an answer that they are made from.
+STEP_TOTALS = {
+    "draft_ms": "draft_seconds",
+    "verify_ms": "verify_seconds",
+    "nodes": "nodes",
+    "drafter_calls": "drafter_calls",
+    "drafter_ms": "drafter_seconds",
+    "overhead_ms": "overhead_seconds",
+    "experts": "experts",
+}
 # columns of the table of steps, by their names in the JSON
-COLUMNS = {
+STEP_COLUMNS = {
     "draft": "draft_ms",
     "drafter": "drafter_ms",
     "verify": "verify_ms",
@@ -49,41 +56,51 @@ def summarise(method: str, trials: Sequence[Trial], reference: str, compared: bo
       the prompts. `speedup_error`: its standard error over prompts.
     - `mean_accepted_tokens` (MAT): these tokens over the target's passes, 1.0 for plain decoding.
     - `identical`: how many answers equal the reference's, where they are `compared`.
-    - of a step, on average: those of `STEP`. `drafter_ms` is a part of `draft_ms`; `experts` are
-      those that a layer of experts reads.
+    - of a step, on average: those of `STEP_TOTALS`. `drafter_ms` is a part of `draft_ms`; `experts`
+      are those that a layer of experts reads.
     """
-    pairs = [(one.answers[reference], one.answers[method]) for one in trials]
-    both = [(expected.statistics, answer.statistics) for expected, answer in pairs]
-    statistics = [own for _, own in both]
-    (tokens, seconds), steps = _decoded(statistics), sum(one.steps for one in statistics)
-    prefill = sum(one.prefill_seconds for one in statistics)
-    equal = sum(expected.token_ids == answer.token_ids for expected, answer in pairs)
-    phases = any(one.verify_seconds for one in statistics)
-    totals = {name: sum(getattr(one, key) for one in statistics) for name, key in STEP.items()}
-    step = {
-        name: _ratio(total * (1000 if name.endswith("ms") else 1), steps) if phases else None
-        for name, total in totals.items()
-    }
+    expected = [trial.answers[reference] for trial in trials]
+    answers = [trial.answers[method] for trial in trials]
+    statistics = [answer.statistics for answer in answers]
+    reference_statistics = [answer.statistics for answer in expected]
+    tokens = _decoded_tokens(statistics)
+    seconds = _decoding_seconds(statistics)
+    prefill = sum(each.prefill_seconds for each in statistics)
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, answers, strict=True))
+    error = None if method == reference else _speedup_error(reference_statistics, statistics)
     return {
         "prompts": len(trials),
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": _ratio(tokens, seconds),
         "tokens_per_second_with_prompts": _ratio(tokens + len(trials), seconds + prefill),
-        "speedup": _speedup(both),
-        "speedup_error": None if method == reference else _error(both),
-        "mean_accepted_tokens": _ratio(tokens, steps),
+        "speedup": _speedup(reference_statistics, statistics),
+        "speedup_error": error,
+        "mean_accepted_tokens": _ratio(tokens, sum(each.steps for each in statistics)),
         "identical": equal if compared else None,
         "prefill_ms": _ratio(1000 * prefill, len(trials)),
-        **step,
+        **_mean_step(statistics),
     }
+
+
+def _mean_step(statistics: Sequence[Statistics]) -> Figures:
+    """Return the figures of `STEP_TOTALS`; None each for a peer, whose steps have no phases."""
+    figures: Figures = dict.fromkeys(STEP_TOTALS)
+    steps = sum(each.steps for each in statistics)
+    if any(each.verify_seconds for each in statistics):
+        for name, key in STEP_TOTALS.items():
+            total = sum(getattr(each, key) for each in statistics)
+            figures[name] = _ratio(1000 * total if name.endswith("_ms") else total, steps)
+    return figures
 
 
 def summaries(results: Results, category: str | None = None) -> dict[str, Figures]:
     """Return the figures of every method, over all prompts or those of a category."""
-    trials = [one for one in results.trials if category in (None, one.question.category)]
-    known, compared = (trials, results.reference), results.compared
-    return {name: summarise(name, *known, name in compared) for name in results.methods}
+    trials = [trial for trial in results.trials if category in (None, trial.question.category)]
+    return {
+        name: summarise(name, trials, results.reference, name in results.compared)
+        for name in results.methods
+    }
 
 
 def by_category(results: Results) -> dict[str, dict[str, Figures]]:
@@ -94,13 +111,18 @@ def by_category(results: Results) -> dict[str, dict[str, Figures]]:
 
 def record(results: Results) -> dict[str, Any]:
     """Return the JSON record; `complete` says whether all questions have been asked."""
-    parts, methods = by_category(results), summaries(results)
-    for name, one in methods.items():
-        one["by_category"] = {category: rows[name] for category, rows in parts.items()}
-    kept = ("complete", "reference", "differences", "skipped")
-    questions = len({id(trial.question) for trial in results.trials})
-    known = {key: getattr(results, key) for key in kept}
-    return {"questions": questions, "methods": methods, **known}
+    categories = by_category(results)
+    methods = summaries(results)
+    for name, figures in methods.items():
+        figures["by_category"] = {category: rows[name] for category, rows in categories.items()}
+    return {
+        "questions": len({id(trial.question) for trial in results.trials}),
+        "methods": methods,
+        "complete": results.complete,
+        "reference": results.reference,
+        "differences": results.differences,
+        "skipped": results.skipped,
+    }
 
 
 def tables(results: Results) -> list[str]:
@@ -108,16 +130,16 @@ def tables(results: Results) -> list[str]:
 
     They fit 90 columns with the names of methods.
     """
-    whole = summaries(results)
-    parts = {**by_category(results), "overall": whole}
-    columns = dict(COLUMNS)
-    if not any(one["experts"] for one in whole.values()):
+    overall = summaries(results)
+    columns = dict(STEP_COLUMNS)
+    if not any(figures["experts"] for figures in overall.values()):
         del columns["experts"]
     steps = [
-        {"ms a step": name} | {column: number(one[key]) for column, key in columns.items()}
-        for name, one in whole.items()
+        {"ms a step": name, **{column: number(figures[key]) for column, key in columns.items()}}
+        for name, figures in overall.items()
     ]
-    speeds = [_speeds(category, rows, results.reference) for category, rows in parts.items()]
+    parts = {**by_category(results), "overall": overall}
+    speeds = [_speeds(title, rows, results.reference) for title, rows in parts.items()]
     return [*speeds, markdown(steps)]
 
 
@@ -125,32 +147,38 @@ def _speeds(title: str, rows: Mapping[str, Figures], reference: str) -> str:
     """Return a table of methods, whose first column has this title."""
     return markdown(
         [
-            {title: name, "MAT": number(one["mean_accepted_tokens"])}
-            | {"tokens/s": number(one["tokens_per_second"])}
-            | {"with prompts": number(one["tokens_per_second_with_prompts"])}
-            | {f"over {reference}": number(one["speedup"], one["speedup_error"])}
-            | {"identical": same(one)}
-            for name, one in rows.items()
+            {
+                title: name,
+                "MAT": number(figures["mean_accepted_tokens"]),
+                "tokens/s": number(figures["tokens_per_second"]),
+                "with prompts": number(figures["tokens_per_second_with_prompts"]),
+                f"over {reference}": number(figures["speedup"], figures["speedup_error"]),
+                "identical": same(figures),
+            }
+            for name, figures in rows.items()
         ]
     )
 
 
 def markdown(rows: Sequence[Mapping[str, object]]) -> str:
     """Return rows that have the same columns as a Markdown table, numbers on the right."""
+    heads = [head.replace("|", "/") for head in rows[0]]
     texts = [[str(cell).replace("|", "/") for cell in row.values()] for row in rows]
-    lines = [[head.replace("|", "/") for head in rows[0]], *texts]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    widths = [max(map(len, column)) for column in zip(heads, *texts, strict=True)]
     right = [cell[:1] in "-0123456789" for cell in texts[0]]
-    lines.insert(1, ["-" * (n - last) + ":" * last for n, last in zip(widths, right, strict=True)])
+    rule = [
+        "-" * (width - is_right) + ":" * is_right
+        for width, is_right in zip(widths, right, strict=True)
+    ]
 
-    def drawn(line: Sequence[str]) -> str:
-        cells = [
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(line, widths, right, strict=True)
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(cells, widths, right, strict=True)
         ]
-        return f"| {' | '.join(cells)} |\n"
+        return f"| {' | '.join(padded)} |\n"
 
-    return "".join(map(drawn, lines))
+    return "".join(map(line, [heads, rule, *texts]))
 
 
 def footer(results: Results) -> list[str]:
@@ -161,19 +189,22 @@ def footer(results: Results) -> list[str]:
         "ms a step: draft (drafter: in the drafter's calls), verify, rest; prompt: ms a prompt",
         "counts a step: nodes, calls of the drafter, experts read",
     ]
-    if left := [name for name in results.methods if name not in results.compared]:
-        which = "no outputs are" if results.reference in left else f"{', '.join(left)}: not"
+    others = [name for name in results.methods if name not in results.compared]
+    if others:
+        which = "no outputs are" if results.reference in others else f"{', '.join(others)}: not"
         lines.append(f"{which} compared: they are sampled without --seed, or by noise of their own")
-    for name in dict.fromkeys(one["method"] for one in results.differences):
-        gaps = [one["gap"] for one in results.differences if one["method"] == name]
-        known = [gap for gap in gaps if gap is not None] or [float("inf")]
+    gaps_of = defaultdict[str, list[float | None]](list)
+    for difference in results.differences:
+        gaps_of[difference["method"]].append(difference["gap"])
+    for name, gaps in gaps_of.items():
+        finite = [gap for gap in gaps if gap is not None] or [float("inf")]
         lines.append(
             f"{name}: {len(gaps)} of {len(results.trials)} outputs differ; where they first do, "
-            f"the two best tokens are {min(known):.3g} to {max(known):.3g} apart"
+            f"the two best tokens are {min(finite):.3g} to {max(finite):.3g} apart"
         )
     if results.skipped:
-        count, first = len(results.skipped), results.skipped[0]["reason"]
-        lines.append(f"prompts left out: {count}; the first: {first}")
+        reason = results.skipped[0]["reason"]
+        lines.append(f"prompts left out: {len(results.skipped)}; the first: {reason}")
     return lines
 
 
@@ -181,7 +212,9 @@ def number(value: float | None, error: float | None = None) -> str:
     """Return a figure as text, with its standard error if there is one; a dash for none."""
     if value is None:
         return "-"
-    digits = 0 if value >= 10_000 else 1 if value >= 100 else 2
+    digits = 2
+    if value >= 100:
+        digits = 0 if value >= 10_000 else 1
     return f"{value:.{digits}f}" + (f" ± {error:.2f}" if error else "")
 
 
@@ -191,26 +224,42 @@ def same(figures: Figures) -> str:
     return "-" if count is None else f"{count} of {figures['prompts']}"
 
 
-def _decoded(statistics: Sequence[Statistics]) -> tuple[int, float]:
-    """Return the tokens after each prompt's first, and the seconds of decoding."""
-    tokens = sum(max(0, one.new_tokens - 1) for one in statistics)
-    return tokens, sum(one.seconds for one in statistics)
+def _decoded_tokens(statistics: Sequence[Statistics]) -> int:
+    """Return the tokens after each prompt's first."""
+    return sum(max(0, each.new_tokens - 1) for each in statistics)
 
 
-def _speedup(pairs: Sequence[tuple[Statistics, Statistics]]) -> float | None:
-    tokens, seconds = _decoded([expected for expected, _ in pairs])
-    own_tokens, own_seconds = _decoded([own for _, own in pairs])
-    return _ratio(_ratio(seconds, tokens), _ratio(own_seconds, own_tokens))
+def _decoding_seconds(statistics: Sequence[Statistics]) -> float:
+    return sum(each.seconds for each in statistics)
 
 
-def _error(pairs: Sequence[tuple[Statistics, Statistics]]) -> float | None:
-    """The standard error of the speed-up by the jackknife (Tukey, 1958); None for one prompt."""
-    without = [_speedup([*pairs[:i], *pairs[i + 1 :]]) for i in range(len(pairs))]
-    known = [one for one in without if one is not None]
-    if len(known) < max(2, len(pairs)):
+def _seconds_per_token(statistics: Sequence[Statistics]) -> float | None:
+    return _ratio(_decoding_seconds(statistics), _decoded_tokens(statistics))
+
+
+def _speedup(reference: Sequence[Statistics], statistics: Sequence[Statistics]) -> float | None:
+    return _ratio(_seconds_per_token(reference), _seconds_per_token(statistics))
+
+
+def _speedup_error(
+    reference: Sequence[Statistics], statistics: Sequence[Statistics]
+) -> float | None:
+    """Return the standard error of the speed-up, by the jackknife (Tukey, 1958).
+
+    None for a single prompt, and where leaving one out leaves nothing to measure.
+    """
+    count = len(statistics)
+    speedups = list[float]()
+    for i in range(count):
+        speedup = _speedup(
+            [*reference[:i], *reference[i + 1 :]], [*statistics[:i], *statistics[i + 1 :]]
+        )
+        if speedup is not None:
+            speedups.append(speedup)
+    if len(speedups) < max(2, count):
         return None
-    middle = sum(known) / len(known)
-    return sqrt((len(known) - 1) / len(known) * sum((one - middle) ** 2 for one in known))
+    mean = sum(speedups) / count
+    return sqrt((count - 1) / count * sum((speedup - mean) ** 2 for speedup in speedups))
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
@@ -222,14 +271,24 @@ def environment(device: str, dtype: str) -> dict[str, object]:
 
     `commit` is empty where the package does not run from its own checkout.
     """
-    root, commit = Path(quickbeam.__file__).resolve().parents[2], ""
+    root = Path(quickbeam.__file__).resolve().parents[2]
+    commit = ""
     if (root / ".git").exists() and shutil.which("git"):
         head = ["git", "-C", str(root), "rev-parse", "HEAD"]
         commit = subprocess.run(head, capture_output=True, text=True).stdout.strip()
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    versions |= {"transformers": transformers.__version__, "quickbeam": quickbeam.__version__}
-    command = " ".join([Path(sys.argv[0]).name.replace("__main__.py", "quickbeam"), *sys.argv[1:]])
-    known = {"command": command, "date": date.today().isoformat(), "commit": commit, **versions}
-    cores = {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    kernels = describe(device, dtype)
-    return {**known, **cores, "device": device, "dtype": dtype, "kernels": kernels}
+    program = Path(sys.argv[0]).name.replace("__main__.py", "quickbeam")
+    return {
+        "command": " ".join([program, *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "commit": commit,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "quickbeam": quickbeam.__version__,
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": device,
+        "dtype": dtype,
+        "kernels": describe(device, dtype),
+    }

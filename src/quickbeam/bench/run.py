@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,11 @@ class Trial:
 class Results:
     """What a run has produced so far.
 
+    - `reference`: the method that the others are compared with.
     - `compared`: the methods whose answers ought to equal the reference's. It includes the
       reference, or is empty.
-    - `differences`: answers that don't equal it (see `difference`).
-    - `skipped`: prompts that a method refused; they count for none.
+    - `differences`: answers that don't equal the reference's (see `difference`).
+    - `skipped`: prompts that a method refused; they are left out for every method.
     """
 
     methods: list[str]
@@ -74,42 +76,54 @@ def run(
 
     The methods take turns at going first. All get the same ids. A prompt that a method refuses is
     left out for all. With a seed, every method samples prompt number i of the run with seed + i.
+    `progress` gets the stage, and the share (0 to 1) that is done.
     """
-    order, params, reference = list(runners), results.params, runners[results.reference]
+    names = list(runners)
+    reference = runners[results.reference]
     for number, question in enumerate(questions):
-        first, where = number % len(order), {"question_id": question.question_id}
-        seeded = params if params.seed is None else replace(params, seed=params.seed + number)
+        first = number % len(names)
+        params = results.params
+        if params.seed is not None:
+            params = replace(params, seed=params.seed + number)
         answers: dict[str, Completion] = {}
         try:
             ids = reference.encode([{"role": "user", "content": question.turns[0]}])
-            for name in order[first:] + order[:first]:
-                answers[name] = runners[name].answer(ids, seeded)
+            for name in names[first:] + names[:first]:
+                answers[name] = runners[name].answer(ids, params)
                 if answers[name].finish_reason == "interrupted":
                     raise KeyboardInterrupt
-                progress("answers", (number + len(answers) / len(order)) / len(questions))
+                progress("answers", (number + len(answers) / len(names)) / len(questions))
         except InvalidInput as error:
             log.warning("question %s is left out: %s", question.question_id, error)
-            results.skipped.append({**where, "reason": str(error)})
+            skipped = {"question_id": question.question_id, "reason": str(error)}
+            results.skipped.append(skipped)
         else:
-            expected = answers[results.reference]
+            expected = answers[results.reference].token_ids
             for name in results.compared:
-                apart = difference(expected.token_ids, answers[name].token_ids)
-                if apart is not None:
-                    shared = expected.token_ids[: apart["position"]]
-                    apart["gap"] = gap(reference, ids, shared, seeded)
-                    results.differences.append({"method": name, **where, **apart})
+                differing = difference(expected, answers[name].token_ids)
+                if differing is not None:
+                    shared = expected[: differing["position"]]
+                    results.differences.append(
+                        {
+                            "method": name,
+                            "question_id": question.question_id,
+                            **differing,
+                            "gap": gap(reference, ids, shared, params),
+                        }
+                    )
             results.trials.append(Trial(question, answers))
         results.complete = number == len(questions) - 1
         yield
 
 
 def difference(expected: Sequence[int], tokens: Sequence[int]) -> dict[str, Any] | None:
-    """Return the first place where two answers differ and their tokens (None: it had ended), or
-    None."""
-    for position in range(max(len(expected), len(tokens))):
-        one, other = ([*ids[position : position + 1], None][0] for ids in (expected, tokens))
-        if one != other:
-            return {"position": position, "reference_token": one, "token": other}
+    """Return the first position at which two answers differ, and their tokens there.
+
+    A token is None where its answer has ended. Returns None for equal answers.
+    """
+    for position, (token, other) in enumerate(zip_longest(expected, tokens)):
+        if token != other:
+            return {"position": position, "reference_token": token, "token": other}
     return None
 
 
@@ -118,10 +132,9 @@ def gap(
 ) -> float | None:
     """Return the best token's score after the prompt and `answered`, less the second best's.
 
-    Scores are logits, above temperature 0 with the noise of the place. Where the gap is near 0,
-    rounding decides; None where only one token is possible.
+    Scores are logits, above temperature 0 with the noise of the position. Where the gap is near 0,
+    rounding decides. None: only one token is possible.
     """
-    place = len(ids) + len(answered)
     logits = runner.last_logits([*ids, *answered]).float().cpu()
     sampler = Sampler(params, ids, len(logits))
     sampler.extend(answered)
@@ -132,7 +145,8 @@ def gap(
             scores = sampler.probs(logits).double().log().numpy()
         else:  # log-probabilities up to a constant; none underflows
             scores = scores / max(params.temperature, 1e-30)
-        noise, tokens = Noise(params.seed, 0, len(scores)), np.arange(len(scores))
-        scores = scores + noise.of(tokens, np.full(len(scores), place))
+        tokens = np.arange(len(scores))
+        positions = np.full(len(scores), len(ids) + len(answered))
+        scores = scores + Noise(params.seed, 0, len(scores)).of(tokens, positions)
     second, best = np.sort(scores)[-2:].tolist()
     return float(best - second) if np.isfinite(second) else None

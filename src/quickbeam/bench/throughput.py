@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -40,8 +40,11 @@ WAITING = {
 
 @dataclass
 class TimedRequest:
-    """One request, and what became of it: when its first and last token came, in seconds since the
-    run began. The client goes away after `leaves_after` tokens, or never."""
+    """One request, and its answer.
+
+    `arrives`, `first` and `last` are seconds since the run began: when the request comes, and when
+    its first and last token came. The client goes away after `leaves_after` tokens; None: never.
+    """
 
     ids: list[int]
     arrives: float = 0.0
@@ -53,10 +56,11 @@ class TimedRequest:
     nodes: int = 0
     cancelled: bool = False
 
-    def equals(self, whole: list[int]) -> bool:
-        """Whether the answer is `whole`, or its beginning where the client went away."""
+    def equals(self, expected: list[int]) -> bool:
+        """Whether the answer is `expected`, or its beginning where the client went away."""
         length = len(self.token_ids)
-        return whole[:length] == self.token_ids and (self.cancelled or length == len(whole))
+        is_beginning = expected[:length] == self.token_ids
+        return is_beginning and (self.cancelled or length == len(expected))
 
 
 @dataclass
@@ -77,14 +81,22 @@ class Run:
 
 
 def fitting(runner: LLMRunner, questions: Sequence[Question], max_tokens: int) -> list[list[int]]:
-    """Return the first turns as ids, those that leave room for `max_tokens` tokens."""
+    """Return the first turns as ids, if `max_tokens` tokens fit into the context behind them.
+
+    Raises `InvalidInput` if none is short enough.
+    """
     limit = runner.llm.model.context_length
-    prompts = [runner.encode([{"role": "user", "content": one.turns[0]}]) for one in questions]
-    fit = [ids for ids in prompts if limit is None or len(ids) + max_tokens <= limit]
-    if not fit:
-        room = f"no prompt leaves room for {max_tokens} tokens in the model's context of {limit}"
-        raise InvalidInput(f"{room}: lower --max-tokens")
-    return fit
+    prompts = list[list[int]]()
+    for question in questions:
+        ids = runner.encode([{"role": "user", "content": question.turns[0]}])
+        if limit is None or len(ids) + max_tokens <= limit:
+            prompts.append(ids)
+    if not prompts:
+        raise InvalidInput(
+            f"no prompt leaves room for {max_tokens} tokens in the model's context of {limit}: "
+            "lower --max-tokens"
+        )
+    return prompts
 
 
 def requests(
@@ -92,16 +104,19 @@ def requests(
 ) -> list[TimedRequest]:
     """Return the prompts as requests that arrive all at once, or `rate` a second (Poisson).
 
-    The clients of a share `cancel` of them go away after a random number of tokens, at most half of
+    A share `cancel` of the clients goes away after a random number of tokens, at most half of
     `max_tokens`.
     """
-    rng, clock, asked = random.Random(0), 0.0, list[TimedRequest]()
+    rng = random.Random(0)
+    arrives = 0.0
+    timed = list[TimedRequest]()
     for i, ids in enumerate(prompts):
-        clock += rng.expovariate(rate) if rate is not None else 0.0
+        if rate is not None:
+            arrives += rng.expovariate(rate)
         leaves = int((i + 1) * cancel) > int(i * cancel)
-        after = rng.randint(1, max(1, max_tokens // 2))
-        asked.append(TimedRequest(ids, clock, after if leaves else None))
-    return asked
+        tokens = rng.randint(1, max(1, max_tokens // 2))
+        timed.append(TimedRequest(ids, arrives, tokens if leaves else None))
+    return timed
 
 
 @dataclass(eq=False)
@@ -115,16 +130,21 @@ class BenchClient:
     stream: Stream | None = None
 
     def notify(self, sequences: Sequence[SequenceState]) -> None:
-        """Note what a step brought, and go away where the client does."""
-        (sequence,), one = sequences, self.request
-        at, token_ids = time.perf_counter() - self.began, sequence.output.token_ids
-        if len(token_ids) > len(one.token_ids):
-            one.first, one.last, one.token_ids = one.first or at, at, list(token_ids)
+        """Record the tokens of a step, and cancel the request where its client goes away."""
+        (sequence,) = sequences
+        request = self.request
+        now = time.perf_counter() - self.began
+        token_ids = sequence.output.token_ids
+        if len(token_ids) > len(request.token_ids):
+            request.first = request.first or now
+            request.last = now
+            request.token_ids = list(token_ids)
         if sequence.over:
-            one.steps, one.nodes = sequence.statistics.steps, sequence.statistics.nodes
+            request.steps = sequence.statistics.steps
+            request.nodes = sequence.statistics.nodes
             self.ended.put(self)
-        elif one.leaves_after is not None and len(token_ids) >= one.leaves_after:
-            one.cancelled = True
+        elif request.leaves_after is not None and len(token_ids) >= request.leaves_after:
+            request.cancelled = True
             self.thread.cancel(sequence)
 
 
@@ -133,32 +153,50 @@ def serve(
 ) -> Run:
     """Answer all requests, `load` of them at a time. Raises what an answer raises."""
     llm.reset()
-    engine, ended = llm.engine, SimpleQueue[BenchClient]()
+    engine = llm.engine
     engine.scheduler.most = load
-    run, waiting, running = Run(load, item.name), list(asked), set[BenchClient]()
-    seconds, tokens = engine.decoding_seconds, engine.decoding_tokens
+    run = Run(load, item.name)
+    waiting = deque(asked)
+    running = set[BenchClient]()
+    ended = SimpleQueue[BenchClient]()
+    seconds_before = engine.decoding_seconds
+    tokens_before = engine.decoding_tokens
     began = time.perf_counter()
     try:
         while waiting or running:
             while waiting and waiting[0].arrives <= time.perf_counter() - began:
-                one = BenchClient(replace(waiting.pop(0)), began, llm.thread, ended)
-                one.stream = llm.stream(one.request.ids, params, client=one, **item.options())
-                running.add(one)
-            left = waiting[0].arrives - (time.perf_counter() - began) if waiting else None
-            with suppress(Empty):
-                one = ended.get(timeout=left and max(0.0, left))
-                running.remove(one)
-                if one.stream is not None and one.stream.error is not None:
-                    raise one.stream.error
-                run.answers.append(one.request)
+                client = BenchClient(replace(waiting.popleft()), began, llm.thread, ended)
+                client.stream = llm.stream(
+                    client.request.ids, params, client=client, **item.options()
+                )
+                running.add(client)
+            done = _next_ended(ended, began + waiting[0].arrives if waiting else None)
+            if done is not None:
+                running.remove(done)
+                if done.stream is not None and done.stream.error is not None:
+                    raise done.stream.error
+                run.answers.append(done.request)
     finally:
-        for one in running:
-            if one.stream is not None:
-                one.stream.close()
+        for client in running:
+            if client.stream is not None:
+                client.stream.close()
     run.seconds = time.perf_counter() - began
-    run.decoding_seconds = engine.decoding_seconds - seconds
-    run.decoding_tokens = engine.decoding_tokens - tokens
+    run.decoding_seconds = engine.decoding_seconds - seconds_before
+    run.decoding_tokens = engine.decoding_tokens - tokens_before
     return run
+
+
+def _next_ended(ended: SimpleQueue[BenchClient], until: float | None) -> BenchClient | None:
+    """Return the next client whose answer has ended.
+
+    It waits for one until the time `until` (by `time.perf_counter`; None: for ever), and then
+    returns None.
+    """
+    seconds = None if until is None else max(0.0, until - time.perf_counter())
+    try:
+        return ended.get(timeout=seconds)
+    except Empty:
+        return None
 
 
 def measure(
@@ -175,13 +213,13 @@ def measure(
 
     First plain answers are made one at a time, if a method is compared with them.
     """
-    alone: dict[tuple[int, ...], list[int]] = {}
+    answers: dict[tuple[int, ...], list[int]] = {}
     compared = [item.name for item in items if item.comparable(params)]
-    for i, one in enumerate(asked if compared else ()):
+    for i, request in enumerate(asked if compared else ()):
         progress("answers given alone", i / len(asked))
         llm.reset()
-        answer = llm.generate(one.ids, replace(params, coupling=COUPLED), method=REFERENCE)
-        alone[tuple(one.ids)] = answer.token_ids
+        answer = llm.generate(request.ids, replace(params, coupling=COUPLED), method=REFERENCE)
+        answers[tuple(request.ids)] = answer.token_ids
     for item in items:  # what is measured or compiled at first use is not counted
         serve(llm, asked[:2], item, params, 2)
     plan = [(load, item) for _ in range(rounds) for load in loads for item in items]
@@ -189,48 +227,61 @@ def measure(
         progress(f"{item.name}, {load} at a time", done / len(plan))
         run = serve(llm, asked, item, params, load)
         if item.name in compared:
-            run.identical = sum(one.equals(alone[tuple(one.ids)]) for one in run.answers)
+            run.identical = sum(
+                request.equals(answers[tuple(request.ids)]) for request in run.answers
+            )
         runs.append(run)
 
 
 def figures(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the figures of a method's runs, in milliseconds; None where nothing was measured."""
-    answers = [one for run in runs for one in run.answers]
-    whole, seconds = [one for one in answers if one.token_ids], sum(run.seconds for run in runs)
-    tokens, steps = sum(len(one.token_ids) for one in whole), sum(one.steps for one in whole)
-    later = sum(len(one.token_ids) - 1 for one in whole if one.steps)
-    first = [one.first - one.arrives for one in whole]
-    each = [(one.last - one.first) / max(1, len(one.token_ids) - 1) for one in whole]
-    decoding = sum(run.decoding_seconds for run in runs)
-    decoded = sum(run.decoding_tokens for run in runs)
-    equal = [run.identical for run in runs if run.identical is not None]
+    requests = [request for run in runs for request in run.answers]
+    answered = [request for request in requests if request.token_ids]
+    tokens = sum(len(request.token_ids) for request in answered)
+    steps = sum(request.steps for request in answered)
+    later_tokens = sum(len(request.token_ids) - 1 for request in answered if request.steps)
+    seconds = sum(run.seconds for run in runs)
+    decoding_seconds = sum(run.decoding_seconds for run in runs)
+    decoding_tokens = sum(run.decoding_tokens for run in runs)
+    # seconds to the first token, and to each further one
+    to_first = [request.first - request.arrives for request in answered]
+    per_token = [
+        (request.last - request.first) / max(1, len(request.token_ids) - 1) for request in answered
+    ]
+    identical = [run.identical for run in runs if run.identical is not None]
     return {
         "tokens_per_second": tokens / seconds if seconds else 0.0,
-        "decoding_tokens_per_second": decoded / decoding if decoding else None,
-        **{f"p{part}_ttft_ms": _percentile(first, part) for part in (50, 95)},
-        **{f"p{part}_tpot_ms": _percentile(each, part) for part in (50, 95)},
-        "mean_accepted_tokens": later / steps if steps else None,
-        "nodes_per_step": sum(one.nodes for one in whole) / steps if steps else None,
-        "identical": sum(equal) if equal else None,
-        "prompts": len(answers),
-        "cancelled": sum(one.cancelled for one in answers),
+        "decoding_tokens_per_second": (
+            decoding_tokens / decoding_seconds if decoding_seconds else None
+        ),
+        "p50_ttft_ms": _percentile(to_first, 50),
+        "p95_ttft_ms": _percentile(to_first, 95),
+        "p50_tpot_ms": _percentile(per_token, 50),
+        "p95_tpot_ms": _percentile(per_token, 95),
+        "mean_accepted_tokens": later_tokens / steps if steps else None,
+        "nodes_per_step": sum(request.nodes for request in answered) / steps if steps else None,
+        "identical": sum(identical) if identical else None,
+        "prompts": len(requests),
+        "cancelled": sum(request.cancelled for request in requests),
         "seconds": seconds,
     }
 
 
 def _percentile(seconds: Sequence[float], part: int) -> float | None:
+    """Return a percentile in milliseconds."""
     return 1000 * float(np.percentile(seconds, part)) if seconds else None
 
 
 def by_load(runs: Sequence[Run]) -> dict[int, dict[str, dict[str, Any]]]:
     """Return the figures by load, then by method, with the speed over that of `ar` where it is."""
-    cells: dict[int, dict[str, dict[str, Any]]] = {}
+    loads: dict[int, dict[str, dict[str, Any]]] = {}
     for load, name in dict.fromkeys((run.load, run.method) for run in runs):
-        own = [run for run in runs if (run.load, run.method) == (load, name)]
-        one = cells.setdefault(load, {})[name] = figures(own)
-        plain = cells[load].get(REFERENCE, {}).get("tokens_per_second")
-        one["over_ar"] = one["tokens_per_second"] / plain if plain else None
-    return cells
+        by_name = loads.setdefault(load, {})
+        by_name[name] = figures([run for run in runs if (run.load, run.method) == (load, name)])
+        reference = by_name.get(REFERENCE, {}).get("tokens_per_second")
+        speed = by_name[name]["tokens_per_second"]
+        by_name[name]["over_ar"] = speed / reference if reference else None
+    return loads
 
 
 def tables(runs: Sequence[Run]) -> list[str]:
@@ -238,11 +289,12 @@ def tables(runs: Sequence[Run]) -> list[str]:
 
     They fit 90 columns with the names of methods.
     """
-    speeds, waiting = list[dict[str, object]](), list[dict[str, object]]()
+    speeds = list[dict[str, object]]()
+    waiting = list[dict[str, object]]()
     for load, by_name in by_load(runs).items():
-        for name, one in by_name.items():
-            speed = {column: number(one[key]) for column, key in SPEEDS.items()}
-            times = {column: number(one[key]) for column, key in WAITING.items()}
-            speeds.append({"at a time": load, "method": name, **speed, "identical": same(one)})
+        for name, row in by_name.items():
+            speed = {column: number(row[key]) for column, key in SPEEDS.items()}
+            times = {column: number(row[key]) for column, key in WAITING.items()}
+            speeds.append({"at a time": load, "method": name, **speed, "identical": same(row)})
             waiting.append({"at a time": load, "ms": name, **times})
     return [markdown(speeds), markdown(waiting)]

@@ -22,7 +22,7 @@ from quickbeam.bench.methods import (
     spread,
 )
 from quickbeam.cli.common import (
-    ModelOptions,
+    arguments,
     check_models,
     check_output,
     loading_progress,
@@ -30,8 +30,8 @@ from quickbeam.cli.common import (
     save,
 )
 from quickbeam.cli.fields import Command, Group, command
+from quickbeam.config import VOCABS, DrafterOptions, ModelOptions
 from quickbeam.errors import InvalidInput
-from quickbeam.options import VOCABS
 from quickbeam.params import SamplingParams
 
 # what transformers' generate takes of an answer's parameters
@@ -72,6 +72,11 @@ class ThroughputOptions(QuestionOptions):
 
 
 @dataclass(frozen=True)
+class TargetOptions(DrafterOptions, ModelOptions):
+    """The model that answers, and what drafts for it."""
+
+
+@dataclass(frozen=True)
 class ReportOptions:
     """What is compared, and where the figures go."""
 
@@ -95,7 +100,7 @@ commands = typer.Typer(cls=Group)
 def bench(
     context: typer.Context,
     asked: QuestionOptions,
-    target: ModelOptions,
+    target: TargetOptions,
     report: ReportOptions,
     params: SamplingParams = SamplingParams(max_tokens=128),  # noqa: B008
 ) -> None:
@@ -110,15 +115,15 @@ def bench(
 
 
 def compare(
-    asked: QuestionOptions, target: ModelOptions, given: ReportOptions, params: SamplingParams
+    asked: QuestionOptions, target: TargetOptions, given: ReportOptions, params: SamplingParams
 ) -> None:
     """Load the methods, ask the questions, then show and write the figures."""
     items, questions = prepare(asked, target, given, params)
-    with loading_progress(target.model, target.drafter) as loading:
+    with loading_progress(target.source, target.drafter) as loading:
         from quickbeam.bench import report
         from quickbeam.bench.run import begin, run, warm_up
 
-        runners, name, disk = load_runners(items, target.arguments(), loading, asked.raw)
+        runners, name, disk = load_runners(items, arguments(target), loading, asked.raw)
     results, device = begin(items, params), next(iter(runners.values())).device
     about = known(asked, target, params, device, name)
     about |= {} if disk is None else {"memory": disk.record()}
@@ -153,7 +158,7 @@ def kept(finish: Callable[[], None]) -> Iterator[None]:
 @command
 def throughput(
     load: ThroughputOptions,
-    target: ModelOptions,
+    target: TargetOptions,
     report: ReportOptions = ReportOptions("ar,logitspec,auto"),
     params: SamplingParams = SamplingParams(max_tokens=128, seed=0),  # noqa: B008
 ) -> None:
@@ -174,10 +179,10 @@ def throughput(
     items, questions = prepare(load, target, report, params)
     if peer := next((item.name for item in items if item.is_peer), None):
         raise InvalidInput(f"--methods {peer}: answers one request at a time; leave it out")
-    with loading_progress(target.model, target.drafter) as loading:
+    with loading_progress(target.source, target.drafter) as loading:
         from quickbeam.bench.throughput import Run, by_load, fitting, measure, requests, tables
 
-        runners, name, _ = load_runners(items, target.arguments(), loading, load.raw)
+        runners, name, _ = load_runners(items, arguments(target), loading, load.raw)
     runner, runs = next(iter(runners.values())), list[Run]()
     assert isinstance(runner, LLMRunner)
     prompts = fitting(runner, questions, params.max_tokens)
@@ -197,14 +202,20 @@ def throughput(
 
 
 def prepare(
-    asked: QuestionOptions, target: ModelOptions, report: ReportOptions, params: SamplingParams
+    asked: QuestionOptions, target: TargetOptions, report: ReportOptions, params: SamplingParams
 ) -> tuple[list[MethodItem], list[Question]]:
     """Return the entries of `--methods` and the questions, or refuse them before torch is
     imported."""
     if params.max_tokens < 2:
         raise InvalidInput(f"--max-tokens {params.max_tokens}: must be at least 2 to be timed")
-    given = (target.nodes(), target.drafter, target.model, target.vocab, target.shortlist)
-    items = parse_methods(report.methods, *given)
+    items = parse_methods(
+        report.methods,
+        budget=target.budget,
+        drafter=None if target.drafter is None else str(target.drafter),
+        model=target.source,
+        vocab=target.vocab,
+        shortlist=target.shortlist,
+    )
     peer = next((item.name for item in items if item.is_peer), None)
     plain = vars(SamplingParams())
     for option, value in vars(params).items() if peer else ():
@@ -218,7 +229,7 @@ def prepare(
 
 
 def known(
-    asked: QuestionOptions, target: ModelOptions, params: SamplingParams, device: str, model: str
+    asked: QuestionOptions, target: TargetOptions, params: SamplingParams, device: str, model: str
 ) -> dict[str, Any]:
     """Return when, where and with what settings a measurement was made, for its JSON."""
     from quickbeam.bench.report import environment

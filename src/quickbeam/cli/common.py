@@ -9,26 +9,26 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from quickbeam import cache, hub
+from quickbeam import hub
+from quickbeam.config import LLMOptions, ReportProgress, check_vocab
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.grammar.spec import Grammar
-from quickbeam.methods import METHODS, preset, stand_in
-from quickbeam.mtp import MTP
-from quickbeam.options import VOCABS, Budget, check_vocab
+from quickbeam.hub.mtp import MTP
+from quickbeam.methods import METHODS, check_options, preset
 
 if TYPE_CHECKING:
     from quickbeam.engine.result import Completion
     from quickbeam.engine.stream import Stream
     from quickbeam.llm import LLM
 
-FORMATS = ("bfloat16", "int8", "int4")
 # the sources of drafted tokens, in words
 SOURCES = {
     "ngram": "the text",
@@ -42,68 +42,8 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """How a model and its drafter are loaded: arguments of `LLM`, all but the method."""
-
-    model: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder, .gguf file, Hugging Face id or built-in model. "
-            f"Default: {hub.DEFAULT}.",
-            "common": True,
-        },
-    )
-    budget: str | None = field(default=None, metadata={"metavar": "N|auto"})
-    """Most nodes of a draft tree; auto: as many as pay, by measured cost. Default: the method's
-    own."""
-    drafter: str | None = field(default=None, metadata={"metavar": "MODEL", "common": True})
-    """What drafts, for the methods that draft with a model: a smaller model, a feature or block
-    drafter, or mtp, a head in the files of the model itself."""
-    vocab: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "NAME",
-            "help": "Which part of the vocabulary a feature or block drafter scores: "
-            f"{', '.join(VOCABS)}. Default: the method's own.",
-        },
-    )
-    shortlist: int | None = field(default=None, metadata={"metavar": "N"})
-    """About how many tokens of the vocabulary a feature or block drafter scores. Default: with
-    --vocab frequency a quarter of them, clusters an eighth, router a sixteenth."""
-    dtype: str = field(
-        default="bfloat16", metadata={"choices": ("bfloat16", "float16", "float32", "auto")}
-    )
-    """Number format of the weights; auto: the one in the model's configuration."""
-    weights: str = field(default="bfloat16", metadata={"choices": FORMATS, "common": True})
-    """Quantise the weights (on a CPU): int8 reads half the bytes of bfloat16, int4 a third."""
-    draft_weights: str | None = field(default=None, metadata={"choices": FORMATS})
-    """Quantise the weights of a smaller model that drafts. Default: as --weights."""
-    memory: str | None = field(default=None, metadata={"metavar": "SIZE"})
-    """Memory for the weights, as in 2GB. What exceeds it is read from disk in every pass (CUDA:
-    from host memory). Default: all weights stay in memory."""
-    device: str | None = field(default=None, metadata={"choices": ("cpu", "cuda")})
-    """Where the model runs. Default: cuda where there is one."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Read it first."""
-    kv_memory: str | None = field(default=None, metadata={"metavar": "SIZE"})
-    """Memory for keys and values, as in 2GB or 512MiB. Default: half of what is free."""
-
-    def nodes(self) -> Budget | None:
-        """Return what `LLM` takes for `--budget`: a number of nodes, auto, None if not given."""
-        if self.budget is None or self.budget == "auto":
-            return None if self.budget is None else "auto"
-        if not self.budget.isascii() or not self.budget.isdecimal() or int(self.budget) < 1:
-            raise InvalidInput(f"--budget {self.budget!r}: must be auto or a number of at least 1")
-        return int(self.budget)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments that `LLM` takes for these options."""
-        return {**asdict(self), "budget": self.nodes()}
-
-
-@dataclass(frozen=True)
-class LoadOptions(ModelOptions):
-    """How a model and its drafter are loaded, and what drafts are made of."""
+class LoadOptions(LLMOptions):
+    """The options of `LLM` for commands, checked before PyTorch is imported."""
 
     method: str = field(
         default="auto",
@@ -113,50 +53,50 @@ class LoadOptions(ModelOptions):
             "common": True,
         },
     )
-    memory_of_answers: str = field(default="64MB", metadata={"metavar": "SIZE"})
-    """Memory for prompts and answers that are over, which later answers draft from; 0 for none."""
-    keep: str | None = field(default=None, metadata={"metavar": "FILE"})
-    """File that keeps the prompts and answers of --memory-of-answers from one run to the next."""
 
     def check(self) -> None:
         """Raise `InvalidInput` for what can be seen to be wrong before PyTorch is imported."""
-        self.nodes()
-        own, model = preset(self.method), self.model
-        given = {name: getattr(self, name) for name in ("drafter", "vocab", "shortlist")}
-        useless = [f"--{name} {value}" for name, value in given.items() if value is not None]
-        if useless and "drafter" not in own.sources:
-            users = ", ".join(name for name, entry in METHODS.items() if "drafter" in entry.sources)
-            raise InvalidInput(
-                f"{useless[0]}: method {self.method!r} drafts without a model; add --method "
-                f"with one of {users}"
-            )
-        check_vocab(self.vocab or own.vocab, self.shortlist)
-        stand_in(self.method, (self.drafter or hub.shipped_drafter(model)) is not None)
-        check_models(model, self.drafter)
+        sources = preset(self.method).sources
+        for name in ("drafter", "vocab", "shortlist"):
+            value = getattr(self, name)
+            if value is not None and "drafter" not in sources:
+                users = (name for name, entry in METHODS.items() if "drafter" in entry.sources)
+                raise InvalidInput(
+                    f"--{name} {value}: method {self.method!r} drafts without a model; add "
+                    f"--method with one of {', '.join(users)}"
+                )
+        check_vocab(self.vocab or preset(self.method).vocab, self.shortlist)
+        check_options(self)
 
-    def load(self, **more: Any) -> LLM:
-        """Check, then load the model, with progress on stderr. `more`: arguments of `LLM`."""
+    def load(self) -> LLM:
+        """Check, then load the model, with progress on stderr."""
         self.check()
-        with loading_progress(self.model, self.drafter) as progress:
+        with loading_progress(self.source, self.drafter) as progress:
             from quickbeam.llm import LLM
 
-            return LLM(**self.arguments(), progress=progress, **more)
+            return LLM(**arguments(self, progress=progress))
 
 
-def check_models(*names: str | None) -> None:
+def arguments(*options: Any, **others: Any) -> dict[str, Any]:
+    """Return the fields of dataclasses, and `others` in place of those of their names."""
+    fields = dict[str, Any]()
+    for part in options:
+        fields.update(vars(part))
+    return {**fields, **others}
+
+
+def check_models(*names: str | PathLike[str] | None) -> None:
     """Raise `InvalidInput` for a name of a model or drafter that can't be loaded."""
     for check in (hub.check_source, hub.check_hub):
         for name in names:
             if name is not None:
-                check(name)
+                check(fspath(name))
 
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How many answers are computed at a time, and whether by replicas on Ray."""
+    """Whether answers are computed by replicas on Ray."""
 
-    max_running: int = field(default=32, metadata={"min": 1, "common": True})
-    """Most answers that are computed at the same time; further ones wait."""
     ray: bool = False
     """Answer by replicas of the model on Ray, on this machine or a cluster."""
     replicas: int = field(default=1, metadata={"min": 1})
@@ -232,7 +172,7 @@ def say(text: str) -> None:
 @contextmanager
 def progress_bar(
     first: str, by_itself: bool = True, written: bool = False
-) -> Iterator[cache.Progress]:
+) -> Iterator[ReportProgress]:
     """Show a line on stderr that says what is going on, and remove it at the end.
 
     Yields the callback that changes the line. What is written to stderr meanwhile stands above the
@@ -259,7 +199,7 @@ def progress_bar(
         yield report
 
 
-def written_stages() -> cache.Progress:
+def written_stages() -> ReportProgress:
     """Return a callback that writes each stage to stderr, once, in a line. Loading is none."""
     seen = set[str]()
 
@@ -272,10 +212,12 @@ def written_stages() -> cache.Progress:
 
 
 @contextmanager
-def loading_progress(*names: str | None) -> Iterator[cache.Progress]:
+def loading_progress(*names: str | PathLike[str] | None) -> Iterator[ReportProgress]:
     """Show on stderr that the models of these names are loaded; the first is the target's."""
     known = (None, MTP, *hub.EMBEDDED)
-    absent = [name for name in names if name not in known and not hub.on_this_machine(name or "")]
+    absent = [
+        name for name in names if name not in known and not hub.on_this_machine(str(name or ""))
+    ]
     if not absent:
         with progress_bar(f"loading {names[0] or hub.DEFAULT}", written=True) as report:
             yield report

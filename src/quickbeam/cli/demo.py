@@ -109,7 +109,7 @@ def demo(loading: LoadOptions, given: DemoOptions) -> None:
         out.print(Rule(title, style="dim"), Text(prompt.splitlines()[0], style="dim"), columns)
         out.print(Text(verdict(plain.completion, fast.completion), style="bold"), "")
     out.print(legend(used), Text(WORDS, style="dim"), sep="\n")
-    name = Path(loading.model or DEFAULT).name
+    name = Path(loading.source or DEFAULT).name
     out.print(Text(f"{name} on {cpu_name()}, kernels: {llm.kernels}", style="dim"))
     if given.svg is not None:
         svg = out.export_svg(title="quickbeam demo", unique_id="quickbeam-demo")

@@ -21,10 +21,11 @@ from typing import Annotated, NamedTuple
 import typer
 
 from quickbeam import __version__, hub
-from quickbeam.cache import cache_folder
 from quickbeam.cli.common import harmless, progress_bar
 from quickbeam.errors import InvalidInput
+from quickbeam.hub.cache import cache_folder
 from quickbeam.machine import cpu_name, usable_cores
+from quickbeam.models import builtin
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 COLOURS = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
@@ -253,5 +254,5 @@ def pull(given: PullOptions) -> None:
             print(f"{name}: {state}, {entry.license}\n  {entry.summary}\n  {folder}")
     else:
         with progress_bar(f"looking for {given.name}", written=True) as report:
-            folder = hub.pull(given.name, report)
+            folder = builtin.pull(given.name, report)
         print(folder)

@@ -105,6 +105,12 @@ def _heading(owner: type) -> str:
     return " ".join(re.split(r"[.:]", owner.__doc__ or "")[0].split())
 
 
+def _declaring(owner: type, name: str) -> type:
+    """Return the class, of `owner` and its bases, that first declared a field."""
+    declaring = [base for base in owner.__mro__ if name in vars(base).get("__annotations__", {})]
+    return declaring[-1]
+
+
 def _option(owner: type, field: Field[Any], given: Any) -> Parameter:
     """Return the parameter that typer makes an option from. `given`: an instance with defaults."""
     kind: Any = _hints(owner)[field.name]
@@ -112,12 +118,15 @@ def _option(owner: type, field: Field[Any], given: Any) -> Parameter:
     text = more.pop("help", None) or _docs(owner).get(field.name, "")
     name, *others = _names(owner, field)
     more.pop("option", None)
-    heading = COMMON if more.pop("common", False) else _heading(owner)
+    heading = COMMON if more.pop("common", False) else _heading(_declaring(owner, field.name))
     if default is MISSING:
         default = None if type(None) in get_args(kind) else Parameter.empty
     elif _is_list(kind):
         kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]
         text += " May be repeated."
+    if len({*get_args(kind)} - {type(None)}) > 1 and not _is_list(kind):
+        # of several types in Python, and text on the command line
+        kind = str | None if default is None else str
     if choices := more.pop("choices", None):
         kind = Literal[choices] | None if default is None else Literal[choices]
     if kind in (bool, bool | None) and default is not False:
@@ -137,7 +146,9 @@ def _option(owner: type, field: Field[Any], given: Any) -> Parameter:
 @lru_cache
 def _docs(kind: type) -> dict[str, str]:
     """Return the attribute docstrings of a dataclass. Without its source, there are none."""
-    docs = _docs(kind.__base__) if kind.__base__ not in (None, object) else {}
+    docs = dict[str, str]()
+    for base in reversed(kind.__bases__):
+        docs |= _docs(base) if base is not object else {}
     try:
         (owner,) = ast.parse(dedent(getsource(kind))).body
     except (OSError, TypeError):

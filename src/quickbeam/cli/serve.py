@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from quickbeam import hub
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.run import Answer, check, read, run
-from quickbeam.cli.common import LoadOptions, ReplicaOptions, harmless, needs, say
+from quickbeam.cli.common import LoadOptions, ReplicaOptions, arguments, harmless, needs, say
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 from quickbeam.serve.settings import ServeSettings
@@ -42,8 +42,6 @@ class ServeOptions:
     served_name: Sequence[str] = field(default=(), metadata={"metavar": "NAME", "common": True})
     """Name of the model for clients, and other names for it. Default: the name that it is loaded
     by."""
-    share_prefixes: bool = True
-    """Share the computed beginning of prompts that begin alike."""
 
 
 def serve(
@@ -62,25 +60,21 @@ def serve(
     with needs("serve", "the server"):
         from quickbeam.serve import server
         from quickbeam.serve.runner import Runner, name_of
-    name, *aliases = given.served_name or [name_of(loading.model or hub.DEFAULT)]
+    name, *aliases = given.served_name or [name_of(loading.source or hub.DEFAULT)]
     keys = (*settings.api_keys, *keys_of(os.environ.get(KEY, "")))
     settings = replace(settings, served_name=name, aliases=tuple(aliases), api_keys=keys)
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.WARNING, format=form)
     if settings.log_prompts:
         logging.getLogger("quickbeam.serve").setLevel(logging.INFO)
-    more = {"max_running": replicas.max_running, "share_prefixes": given.share_prefixes}
     if replicas.ray:
         with needs("ray,serve", "--ray"):
             from quickbeam.serve import ray
-        wanted = {**loading.arguments(), **more, **asdict(replicas)}
-        del wanted["ray"]
+        wanted = arguments(loading, replicas=replicas.replicas, threads=replicas.threads)
         where = f"{name} at http://{settings.host}:{settings.port}, on Ray"
         return ray.run(settings, wanted, lambda: say(where))
     runner = Runner(settings)
-    server.run(
-        runner, lambda: loading.load(**more), ready=lambda address: say(greeting(runner, address))
-    )
+    server.run(runner, loading.load, ready=lambda address: say(greeting(runner, address)))
 
 
 def keys_of(text: str) -> list[str]:
@@ -168,16 +162,16 @@ async def answer(
     answering: AbstractAsyncContextManager[Answer]
     if replicas.ray:
         with needs("ray,serve", "--ray"):
-            from quickbeam.batch import ray
-        wanted = {**loading.arguments(), "max_running": replicas.max_running}
-        answering = ray.replicas(replicas.replicas, files.served_name, wanted, replicas.threads)
+            from quickbeam.serve import actors
+        answering = actors.replicas(
+            replicas.replicas, files.served_name, arguments(loading), replicas.threads
+        )
     else:
         with needs("serve", "answering requests"):
             from quickbeam.serve.app import InProcessServer
-        llm = loading.load(max_running=replicas.max_running)
-        answering = InProcessServer(llm, files.served_name)
+        answering = InProcessServer(loading.load(), files.served_name)
     shown = {"unit": "answer", "disable": not sys.stderr.isatty()}
     async with answering as one:
         with tqdm(total=total, initial=len(journal.done), **shown) as bar:
-            window = AHEAD * replicas.max_running * replicas.replicas
+            window = AHEAD * loading.max_running * replicas.replicas
             await run(read(files.source), one, journal, window, bar.update)

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from quickbeam.cli import bench
-from quickbeam.cli.common import ModelOptions, check_models, loading_progress, progress_bar, say
+from quickbeam.cli.common import check_models, loading_progress, progress_bar, say
 from quickbeam.params import SamplingParams
 from quickbeam.train.recipes import Plan, Recipe, ShortlistPlan
 
@@ -61,7 +61,7 @@ def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: StageOpt
         if stages.only is None:
             bench.compare(
                 bench.QuestionOptions(limit=stages.limit),
-                ModelOptions(model=plan.model, drafter=str(plan.out)),
+                bench.TargetOptions(model=plan.model, drafter=str(plan.out)),
                 bench.ReportOptions(METHODS, plan.out / "bench.json"),
                 SamplingParams(max_tokens=stages.max_tokens),
             )

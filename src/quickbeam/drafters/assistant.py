@@ -35,16 +35,16 @@ from quickbeam.drafters.shortlist.native import rows_format
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
-from quickbeam.models.checkpoint import ModelConfig, read_config
-from quickbeam.models.compiled import NativeLinear
+from quickbeam.models.compile.compiled_stack import NativeLinear
 from quickbeam.models.families.gemma import gemma4
 from quickbeam.models.families.reading import Config, tensors
 from quickbeam.models.native.operands import RowList
+from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.quantised import FLOAT32
-from quickbeam.models.pages import PagePool
-from quickbeam.models.shapes import expected
 from quickbeam.models.stack import NO_HEAD, HiddenInput, Stack
-from quickbeam.models.stack_tensors import names
+from quickbeam.models.weights.checkpoint import ModelConfig, read_config
+from quickbeam.models.weights.parameters import names
+from quickbeam.models.weights.shapes import expected
 from quickbeam.tree import TokenTree
 
 MODULES = ("embed_tokens.", "layers.", "norm.")  # of the decoder
@@ -153,8 +153,7 @@ class AssistantDrafter(Drafter):
             tokens = [request.tree.token[node] for node in request.nodes]
             nowhere, behind = [0] * n, [length] * n
             listed.add(cache.table, tokens, behind, nowhere, behind, [()] * n, range(n))
-        _, feature = self.passes.run_rows(listed, torch.cat(states))
-        feature = feature.contiguous()
+        feature = self.passes.run_rows(listed, torch.cat(states)).normed.contiguous()
         sizes = [len(request.nodes) for request in requests]
         outs = self.split(feature).split_with_sizes(sizes)
         for request, out in zip(requests, outs, strict=True):

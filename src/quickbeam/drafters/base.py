@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quickbeam.drafters.shortlist.shortlist import Shortlist
     from quickbeam.drafters.texts import Texts
     from quickbeam.grammar.masks import Masks
-    from quickbeam.models.kv import Pool, SequenceCache
+    from quickbeam.models.cache.kv import Pool, SequenceCache
 
 logger = logging.getLogger(__name__)
 GRAMMAR = "grammar"  # the name of the source of forced tokens: the only ones a grammar allows

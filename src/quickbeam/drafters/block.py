@@ -22,7 +22,7 @@ from quickbeam.drafters.feature import (
 from quickbeam.drafters.passes import NativePasses, passes_of
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import Batch, Block, Chain, Model, inference
-from quickbeam.models.kv import SequenceCache
+from quickbeam.models.cache.kv import SequenceCache
 from quickbeam.models.native.library import Kernels
 
 WITHIN = 10.0  # by how much a candidate's logit may be below that of the likeliest token
@@ -193,7 +193,7 @@ class BlockDrafter(FeatureDrafter):
             hidden = torch.cat([state.unread.first(count) for state, count in chunk])
             # a row depends on its hidden state alone, whatever its token
             batch = Batch([Chain(state.cache, [0] * count, 0) for state, count in chunk])
-            self.passes.write_keys(batch, self.passes.fuse(hidden))
+            self.passes.write_keys(batch, hidden, fuse=True)
             for state, count in chunk:
                 state.unread.drop(count)
                 state.cache.commit(range(count))
@@ -212,7 +212,7 @@ class BlockDrafter(FeatureDrafter):
         roots = [request.tree.token[0] for request in requests]
         anchors = torch.tensor(roots, device=self.device)
         batch = Batch([Block(state.cache, config.block_size) for state in states])
-        _, rows = self.passes.run(batch, self.network.inputs(anchors))
+        rows = self.passes.run(batch, self.network.inputs(anchors)).normed
         blocks = torch.unflatten(rows, 0, (len(states), -1))[
             :, config.block_size - config.drafted :
         ]

@@ -38,10 +38,10 @@ from quickbeam.drafters.layouts import (
 from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
-from quickbeam.models.checkpoint import read_json
-from quickbeam.models.gguf.file import GgufFile, widened
-from quickbeam.models.gguf.metadata import Metadata, rope_of
 from quickbeam.models.native import library
+from quickbeam.models.weights.checkpoint import read_json
+from quickbeam.models.weights.gguf.file import GgufFile, widened
+from quickbeam.models.weights.gguf.metadata import Metadata, rope_of
 
 # whose rows are dimensions that are rotated in pairs
 ROTATED = tuple(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "q_norm", "k_norm"))

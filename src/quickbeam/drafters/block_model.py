@@ -174,7 +174,7 @@ class BlockNetwork(DrafterNetwork):
         if self.config.own_mask:
             scale: float = self.config.embedding_scale
             return self.get_buffer("mask_embedding") * scale
-        return self.embedded(torch.tensor(self.config.mask_token, device=device))
+        return self.embedded(torch.full((), self.config.mask_token, device=device))
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the rows of the target's embedding, as they are stored, times the scale."""

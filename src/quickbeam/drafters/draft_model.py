@@ -12,7 +12,7 @@ from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequ
 from quickbeam.drafters.shadow import ShadowTree
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.base import Batch, Chain, Model, Part, inference
-from quickbeam.models.kv import Pool
+from quickbeam.models.cache.kv import Pool
 
 # If about this many committed tokens are unread, they are read as a prompt is: without logits for
 # each of them. The engine lets drafters catch up from this many on (`growing.CATCH_UP`).

@@ -11,7 +11,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.eagle_model import EagleHead
@@ -24,9 +23,9 @@ from quickbeam.drafters.feature import (
 )
 from quickbeam.drafters.passes import NativePasses, TorchPasses, passes_of
 from quickbeam.drafters.shadow import ShadowTree
-from quickbeam.drafters.shortlist.shortlist import ShortlistState
+from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Batch, Chain, Model, Part, inference
-from quickbeam.models.kv import SequenceCache
+from quickbeam.models.cache.kv import SequenceCache
 
 
 class EagleState(FeatureState):
@@ -94,7 +93,7 @@ class EagleDrafter(FeatureDrafter):
     with the target's own hidden states. Their rows overwrite those of the last tree. Each later
     request adds one row for each node, which attends to the rows of the node's ancestors.
 
-    - `passes`: run the layer. `embedding`: of tokens, as the layer reads them.
+    - `passes`: run the layer.
     - `aux_layers`: after which layers of the `model` its hidden states are read (`Model.watch`).
     - `norm_output`, `norm_feature`: whether the output that stands in for the next hidden state,
       and what the head reads, are taken behind the stack's norm.
@@ -107,7 +106,6 @@ class EagleDrafter(FeatureDrafter):
     def __init__(
         self,
         passes: NativePasses | TorchPasses,
-        embedding: nn.Module,
         model: Model,
         aux_layers: Sequence[int],
         *,
@@ -120,7 +118,6 @@ class EagleDrafter(FeatureDrafter):
         self.passes, self.pool = passes, passes.pool
         self.vocab_size, self.head_size = model.vocab_size, head_size
         self.tokens, self.routes = tokens, routes
-        self._embedding = embedding
         self._norm_output, self._norm_feature = norm_output, norm_feature
         model.watch(aux_layers)
 
@@ -163,15 +160,13 @@ class EagleDrafter(FeatureDrafter):
         tree is requested, so that row is left out.
         """
         for chunk in in_chunks(states, lambda state: state.readable(early)):
-            hidden = torch.cat([state.unread.first(count) for state, count in chunk])
-            fused = self.passes.fuse(hidden).split_with_sizes([count for _, count in chunk])
             inputs = list[EagleInput]()
-            for (state, count), states_read in zip(chunk, fused, strict=True):
+            for state, count in chunk:
                 first = state.cache.length + 1
                 wanted = int(not early and state.waiting == count)
                 rows = Chain(state.cache, state.ids[first : first + count], wanted)
-                inputs.append(EagleInput(state, rows, states_read))
-            for (state, part, _), out, feature in self._run(inputs):
+                inputs.append(EagleInput(state, rows, state.unread.first(count)))
+            for (state, part, _), out, feature in self._run(inputs, fuse=True):
                 state.unread.drop(part.rows)
                 state.cache.commit(range(part.rows - part.wanted))
                 if part.wanted:
@@ -188,41 +183,50 @@ class EagleDrafter(FeatureDrafter):
         return EagleInput(state, shadow.part(state.cache), state.out[parents])
 
     def _run(
-        self, inputs: Sequence[EagleInput]
+        self, inputs: Sequence[EagleInput], fuse: bool = False
     ) -> list[tuple[EagleInput, torch.Tensor, torch.Tensor]]:
         """Run the inputs. Returns each with its outputs and the features that the head reads.
 
-        Both are empty where no row is wanted.
+        Both are empty where no row is wanted. `fuse`: the inputs' hidden states are the target's.
         """
-        if not inputs:
-            return []
-        batch = Batch([rows.part for rows in inputs])
-        hidden = torch.cat([rows.hidden for rows in inputs])
-        if not batch.wanted:
-            self.passes.write_keys(batch, hidden)
-            return [(rows, hidden[:0], hidden[:0]) for rows in inputs]
-        stream, normed = self.passes.run(batch, hidden)
+        groups: dict[Shortlist | None, list[EagleInput]] = {}  # of one router: one pass
         for rows in inputs:
-            self._choose_clusters(rows)
-        sizes = [part.rows for part in batch.parts]
-        outs = (normed if self._norm_output else stream).split_with_sizes(sizes)
-        features = (normed if self._norm_feature else stream).split_with_sizes(sizes)
-        return list(zip(inputs, outs, features, strict=True))
+            shortlist = rows.state.shortlist
+            groups.setdefault(None if shortlist is None else shortlist.shared, []).append(rows)
+        results = list[tuple[EagleInput, torch.Tensor, torch.Tensor]]()
+        for shared, group in groups.items():
+            batch = Batch([rows.part for rows in group])
+            hidden = torch.cat([rows.hidden for rows in group])
+            if not batch.wanted:
+                self.passes.write_keys(batch, hidden, fuse)
+                results += [(rows, hidden[:0], hidden[:0]) for rows in group]
+                continue
+            route = None if shared is None else shared.route
+            stream, normed, scores = self.passes.run(batch, hidden, route, fuse)
+            if shared is not None:
+                self._choose_clusters(shared, group, scores)
+            sizes = [part.rows for part in batch.parts]
+            outs = (normed if self._norm_output else stream).split_with_sizes(sizes)
+            features = (normed if self._norm_feature else stream).split_with_sizes(sizes)
+            results += zip(group, outs, features, strict=True)
+        return results
 
-    def _choose_clusters(self, rows: EagleInput) -> None:
-        """Let the router of a sequence's shortlist choose the clusters of its wanted rows."""
-        state, part, hidden = rows
-        if state.shortlist is None or not part.wanted:
-            return
-        began, shared = perf_counter(), state.shortlist.shared
-        state.clusters = shared.none
-        if shared.route is not None:
-            tokens = torch.tensor(Batch([part]).tokens[-part.wanted :], device=hidden.device)
-            scores = shared.route(hidden[-part.wanted :], self._embedding(tokens))
-            state.clusters = shared.choose(scores)
-        if isinstance(part, Chain):
-            state.root_clusters = state.clusters
-        state.used.seconds += perf_counter() - began
+    def _choose_clusters(
+        self, shared: Shortlist, group: Sequence[EagleInput], scores: torch.Tensor | None
+    ) -> None:
+        """Choose the clusters of each input's wanted rows, by a router's scores of all of these."""
+        first = 0
+        for state, part, _ in group:
+            last = first + part.wanted
+            if part.wanted:
+                began = perf_counter()
+                state.clusters = shared.none
+                if scores is not None:
+                    state.clusters = shared.choose(scores[first:last])
+                if isinstance(part, Chain):
+                    state.root_clusters = state.clusters
+                state.used.seconds += perf_counter() - began
+            first = last
 
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         states = [request.state for request in requests]
@@ -249,7 +253,6 @@ def eagle_drafter(
     tokens: Any = network.tokens if config.own_head else None
     return EagleDrafter(
         passes_of(network, model, native, weights),
-        network.embedding,
         model,
         config.layers,
         norm_output=config.norm_output,

@@ -27,7 +27,7 @@ from quickbeam.drafters.layouts import EAGLE, LAYOUTS, OWN_EAGLE, Fields, layout
 from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
-from quickbeam.models.checkpoint import read_json
+from quickbeam.models.weights.checkpoint import read_json
 
 DROPPED = "model_type", "activation", "input_norm", "mlp_bias"  # of older configurations
 ROWS = 64  # how many rows of the embedding are compared with the target's

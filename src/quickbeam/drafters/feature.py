@@ -15,7 +15,7 @@ from quickbeam.drafters.largest import largest
 from quickbeam.drafters.passes import NativePasses, TorchPasses
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import inference
-from quickbeam.models.kv import Pool, SequenceCache
+from quickbeam.models.cache.kv import Pool, SequenceCache
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # the most rows of committed tokens that one pass runs

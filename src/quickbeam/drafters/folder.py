@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quickbeam.errors import InvalidInput, first_line, refuse_incomplete
-from quickbeam.models.angles import Angles
 from quickbeam.models.base import Model
 from quickbeam.models.families.reading import NotDescribed
+from quickbeam.models.rotary import Angles
 
 _NAMES = ("model.safetensors", "pytorch_model.bin")
 WEIGHTS = [name + index for name in _NAMES for index in ("", ".index.json")]

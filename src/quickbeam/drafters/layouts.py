@@ -14,8 +14,8 @@ from typing import Any
 
 from quickbeam.drafters.folder import WINDOWED, read_tensors
 from quickbeam.errors import InvalidInput
-from quickbeam.models.checkpoint import read_json
-from quickbeam.models.gguf.file import GgufFile
+from quickbeam.models.weights.checkpoint import read_json
+from quickbeam.models.weights.gguf.file import GgufFile
 
 Fields = dict[str, Any]  # of a config.json
 

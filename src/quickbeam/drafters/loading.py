@@ -10,7 +10,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from quickbeam import hub
 from quickbeam.drafters.assistant import load_assistant
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
@@ -22,11 +21,12 @@ from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.layouts import ASSISTANT, BLOCK, layout_of
 from quickbeam.drafters.mtp import load_mtp
 from quickbeam.errors import InvalidInput
+from quickbeam.hub.mtp import MTP
+from quickbeam.models import builtin
 from quickbeam.models.base import Model
-from quickbeam.models.checkpoint import WANTED, local_folder
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
-from quickbeam.mtp import MTP
+from quickbeam.models.weights.checkpoint import WANTED, local_folder
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ def load_drafter(
     *,
     model: str = "",
     progress: Any = None,
-    trust_remote_code: bool = False,
     weights: str | None = None,
 ) -> Drafter:
     """Load the drafter `name` for `target`.
@@ -46,7 +45,6 @@ def load_drafter(
     - `name`: a folder, a `.gguf` file, a built-in model or a Hugging Face id; or `MTP`, a head in
       the target's own checkpoint, whose folder, file or id is `model`.
     - `tokenizer`: the target's, which a smaller model must have, too.
-    - `trust_remote_code`: whether Python code that comes with a smaller model may run.
     - `weights`: the weight format of a smaller model (see `make_model`). None takes the target's.
 
     Raises `InvalidInput` for what is no drafter of this target, a smaller model with another
@@ -56,9 +54,9 @@ def load_drafter(
         _refuse_weights(name, weights)
         file = Path(model).expanduser()
         return load_mtp(file if file.suffix == ".gguf" else local_folder(model, None), target)
-    path = Path(hub.resolve(name, progress)).expanduser()
+    path = Path(builtin.resolve(name, progress)).expanduser()
     if not path.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
-        path = _fetch(name, trust_remote_code)
+        path = local_folder(name, None, [*WANTED, MASK])
     layout = layout_of(path)
     if layout is not None:
         _refuse_weights(name, weights)
@@ -66,8 +64,7 @@ def load_drafter(
         drafter.folder = path
         return drafter
     weights = weights or target.weights
-    options: dict[str, Any] = {"progress": progress, "trust_remote_code": trust_remote_code}
-    opened = open_model(str(path), target.dtype, target.device, weights=weights, **options)
+    opened = open_model(str(path), target.dtype, target.device, weights=weights, progress=progress)
     sizes = target.vocab_size, opened.model.vocab_size
     if not same_tokens(tokenizer, opened.tokenizer, sizes):
         raise InvalidInput(
@@ -95,15 +92,3 @@ def _refuse_weights(name: str, weights: str | None) -> None:
             f"draft_weights={weights!r}: {name} is a feature drafter, which stays bfloat16; leave "
             "it out"
         )
-
-
-def _fetch(name: str, code: bool) -> Path:
-    """Download a Hugging Face repository and return the folder. Raises as `local_folder`.
-
-    The older weight format is fetched where there is no other. `code`: fetch Python files, too.
-    """
-    wanted = [*WANTED, MASK, *(["*.py"] if code else [])]
-    folder = local_folder(name, None, wanted)
-    if not any(folder.glob("*.safetensors")):
-        folder = local_folder(name, None, [*wanted, "*.bin"])
-    return folder

@@ -19,25 +19,25 @@ from quickbeam.drafters.folder import named_errors
 from quickbeam.drafters.network import DrafterParameters
 from quickbeam.drafters.passes import NativePasses
 from quickbeam.errors import InvalidInput, refuse_incomplete
+from quickbeam.hub.mtp import MTP, QWEN, MtpLayout, is_mtp, mtp_layout
 from quickbeam.models.base import Model
-from quickbeam.models.checkpoint import ModelConfig
-from quickbeam.models.compiled import kv_shapes
+from quickbeam.models.compile.compiled_stack import kv_shapes
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.families.reading import Config, tensors
-from quickbeam.models.gguf.architecture import architecture_of
-from quickbeam.models.gguf.checkpoint import GgufParameters
-from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.gguf.names import mtp_names
 from quickbeam.models.native import library
-from quickbeam.models.native_model import NativeModel
-from quickbeam.models.pages import PagePool
-from quickbeam.models.prequantised import method_of
-from quickbeam.models.shapes import expected
+from quickbeam.models.native.pages import PagePool
 from quickbeam.models.stack import NO_HEAD, HiddenInput, Norm, Stack
-from quickbeam.models.stack_tensors import Parameters, names
-from quickbeam.models.stored import Stored, located, own_names
-from quickbeam.models.tensor_files import TensorFiles
-from quickbeam.mtp import MTP, QWEN, MtpLayout, is_mtp, mtp_layout
+from quickbeam.models.weights.checkpoint import ModelConfig
+from quickbeam.models.weights.gguf.architecture import architecture_of
+from quickbeam.models.weights.gguf.checkpoint import GgufParameters
+from quickbeam.models.weights.gguf.file import GgufFile
+from quickbeam.models.weights.gguf.names import mtp_names
+from quickbeam.models.weights.parameters import Parameters, names
+from quickbeam.models.weights.prequantised import method_of
+from quickbeam.models.weights.shapes import expected
+from quickbeam.models.weights.stored import Stored, located, own_names
+from quickbeam.models.weights.tensor_files import TensorFiles
 
 NO_KNOWN_HEAD = (
     "its files hold no MTP head of a known layout (Qwen3-Next's and Qwen3.5's, DeepSeek-V3's and "
@@ -159,7 +159,6 @@ def load_mtp(
     pool = PagePool(kv_shapes(stack), kernels, None, model.dtype)
     return EagleDrafter(
         NativePasses(parameters, stack, pool, model.head, weights),
-        model.embedding,
         model,
         [layers + normed],
         norm_output=normed,

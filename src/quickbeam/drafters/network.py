@@ -17,11 +17,11 @@ from quickbeam.drafters.folder import rope_parameters
 from quickbeam.models.families.reading import tensors
 from quickbeam.models.native.quantised import Weight
 from quickbeam.models.stack import Attention, Linear, Norm, Rotary, Stack
-from quickbeam.models.stack_tensors import Parameters
-from quickbeam.models.stored import Stored, dense
-from quickbeam.models.tensor_files import TensorFiles
 from quickbeam.models.torch.network import LayerStack
 from quickbeam.models.torch.paged_attention import AttentionParams
+from quickbeam.models.weights.parameters import Parameters
+from quickbeam.models.weights.stored import Stored, dense
+from quickbeam.models.weights.tensor_files import TensorFiles
 
 EMBEDDING = "embedding"  # the name of a stack's embedding, which is not among a network's weights
 

@@ -1,15 +1,17 @@
 """Passes of a drafter's stack, by the native kernels and by PyTorch's operators.
 
-Both have the same methods. `fuse` turns a target's hidden states into what rows read. `run` runs
-rows, `write_keys` computes of rows the keys and values alone. `logits` is the head, from rows `[n,
-d]` to `[n, draft vocabulary]`, and `pool` makes the caches of sequences.
+Both have the same methods. `run` runs rows, `write_keys` computes of rows the keys and values
+alone. `logits` is the head, from rows `[n, d]` to `[n, draft vocabulary]`, and `pool` makes the
+caches of sequences.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,12 +19,19 @@ from torch import nn
 from quickbeam.drafters.folder import embed_scale
 from quickbeam.drafters.network import EMBEDDING, DrafterNetwork
 from quickbeam.drafters.shortlist.native import rows_format
-from quickbeam.models.base import Batch, Model
-from quickbeam.models.compiled import CompiledStack, NativeLinear, ScaledEmbedding, kv_shapes
-from quickbeam.models.compiled_layer import add_queries_and_keys
-from quickbeam.models.hidden_input import add_fusion
+from quickbeam.models.base import Batch, Block, Model
+from quickbeam.models.compile.compiled_stack import (
+    CompiledStack,
+    NativeLinear,
+    ScaledEmbedding,
+    kv_shapes,
+)
+from quickbeam.models.compile.hidden_input import add_fusion
+from quickbeam.models.compile.layer import add_queries_and_keys
+from quickbeam.models.compile.native_model import list_rows
 from quickbeam.models.native.library import Kernels, kernels
 from quickbeam.models.native.operands import RowList, plain_rows
+from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import (
     BFLOAT16,
@@ -33,20 +42,35 @@ from quickbeam.models.native.quantised import (
     Packed,
     Packer,
 )
-from quickbeam.models.native_model import list_rows
-from quickbeam.models.pages import PagePool
 from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import Parameters, names
 from quickbeam.models.torch.attention import PassInputs, attention_on
+from quickbeam.models.torch.graphs import Passes, SideStream
+from quickbeam.models.torch.network import Embedding
 from quickbeam.models.torch.pages import RowPool
-from quickbeam.models.torch.rows import list_pass, uncommitted
+from quickbeam.models.torch.rows import ListedRows, PassRows, list_pass, uncommitted
+from quickbeam.models.weights.parameters import Parameters, names
 
-Outputs = tuple[torch.Tensor, torch.Tensor]
-"""Of a pass, `[rows, d]` each: the residual stream behind the last layer, and behind its norm."""
+Route = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A router: of states `[n, width]` and embeddings `[n, d]` to scores `[n, clusters]` float32."""
+
+
+class Outputs(NamedTuple):
+    """What a pass gives.
+
+    `stream`, `normed`: the residual stream behind the last layer, and behind its norm, `[rows, d]`
+    each. `scores`: the router's of the wanted rows, `[wanted, clusters]`; None without a router.
+    """
+
+    stream: torch.Tensor
+    normed: torch.Tensor
+    scores: torch.Tensor | None = None
 
 
 class TorchPasses:
-    """A `network` on any device: the reference."""
+    """A `network` on any device: the reference.
+
+    On CUDA each pass is one graph. A router runs in it beside the layers, on a second stream.
+    """
 
     def __init__(self, network: DrafterNetwork, model: Model) -> None:
         self.network, self.layers = network, network.layers_in_torch()
@@ -54,42 +78,86 @@ class TorchPasses:
         self._reads_tokens = network.stack.hidden_input.reads_tokens
         self.pool = RowPool(kv_shapes(network.stack), model.dtype, model.device)
         self._attend = attention_on(model.device)
+        self._running = Passes(self._compute, self.pool)
+        self._writing = Passes(self._compute_keys, self.pool)
+        self._side = SideStream(model.device) if self._running.padded else None
         self.logits = network.head
 
-    def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return `[n, width]` float32 of a target's hidden states `[n, aux_layers * d]`."""
-        return self.layers.fuse(hidden)
+    def run(
+        self,
+        batch: Batch,
+        hidden: torch.Tensor,
+        route: Route | None = None,
+        fuse: bool = False,
+    ) -> Outputs:
+        """Run rows, which read the states `hidden` `[rows, width]`.
 
-    def run(self, batch: Batch, states: torch.Tensor) -> Outputs:
-        """Run rows, which read `states` `[rows, width]`."""
-        inputs = self._inputs(batch)
-        stream = self.layers.drafter_stream(self._embedded(batch), states, inputs)
+        With `fuse`, these are made of the target's hidden states `[rows, aux_layers * d]`. `route`:
+        a router, which reads of the wanted rows what the first layer does.
+        """
+        results = self._running.run(self._listed(batch), [hidden], (route, fuse))
+        stream, normed = (rows[: batch.rows] for rows in results[:2])
+        scores = None if route is None else results[2][: len(batch.wanted)]
+        return Outputs(stream, normed, scores)
+
+    def write_keys(self, batch: Batch, hidden: torch.Tensor, fuse: bool = False) -> None:
+        """Write keys and values of rows that read `hidden`. They are not committed yet."""
+        self._writing.run(self._listed(batch), [hidden], (fuse,))
+
+    # Nothing below reads from the device or depends on its numbers: they are parts of graphs.
+
+    def _compute(
+        self, rows: PassRows, hidden: torch.Tensor, route: Route | None, fuse: bool
+    ) -> Sequence[torch.Tensor]:
+        states = self.layers.fuse(hidden) if fuse else hidden.float()
+        embedded = self._embedded(rows)
+        scores = states.new_empty(0)
+        if route is not None:
+            assert embedded is not None
+            with nullcontext() if self._side is None else self._side.fork():
+                scores = route(states[rows.wanted], embedded[rows.wanted])
+        stream = self.layers.drafter_stream(embedded, states, self._inputs(rows))
+        normed = self.layers.norm(stream)
+        if route is not None and self._side is not None:
+            self._side.join()
         dtype = self.pool.dtype
-        return stream.to(dtype), self.layers.norm(stream).to(dtype)
+        return stream.to(dtype), normed.to(dtype), scores
 
-    def write_keys(self, batch: Batch, states: torch.Tensor) -> None:
-        """Write keys and values of rows that read `states`. They are not committed yet."""
-        inputs, source = self._inputs(batch), states
+    def _compute_keys(
+        self, rows: PassRows, hidden: torch.Tensor, fuse: bool
+    ) -> Sequence[torch.Tensor]:
+        states = self.layers.fuse(hidden) if fuse else hidden.float()
+        inputs, source = self._inputs(rows), states
         blocks: Any = self.layers.blocks
-        if self._reads_tokens:
+        embedded = self._embedded(rows)
+        if embedded is not None:
             assert self.layers.hidden_input is not None
-            x, joined = self.layers.hidden_input(self._embedded(batch), states)
+            x, joined = self.layers.hidden_input(embedded, states)
             source = blocks[0].attention_before(x) if joined is None else joined
         for block in blocks:
             key, value = block.attention.key_value(source, inputs.angles)
             inputs.write(block.attention.params, key, value)
+        return ()
 
-    def _embedded(self, batch: Batch) -> torch.Tensor | None:
+    def _embedded(self, rows: PassRows) -> torch.Tensor | None:
         if not self._reads_tokens:
             return None
-        tokens = torch.tensor(batch.tokens, device=self.pool.device)
-        embedded: torch.Tensor = self.network.embedding(tokens)
+        embedded: torch.Tensor = self.network.embedding(rows.tokens)
         return embedded
 
-    def _inputs(self, batch: Batch) -> PassInputs:
-        listed = list_pass([*map(uncommitted, batch.parts)], self.pool)
-        rows = listed.to(self.pool.device)
+    def _inputs(self, rows: PassRows) -> PassInputs:
         return PassInputs(rows, self.pool, self.layers.angles_at(rows.positions), self._attend)
+
+    def _listed(self, batch: Batch) -> ListedRows:
+        first = batch.parts[0]
+        return list_pass(
+            [uncommitted(part) for part in batch.parts],
+            self.pool,
+            batch.tokens,
+            batch.wanted,
+            padded=self._running.padded,
+            block=first.rows if isinstance(first, Block) else 1,
+        )
 
 
 class NativePasses:
@@ -121,27 +189,41 @@ class NativePasses:
         """The whole head, packed where it is needed: shortlists have rows of their own."""
         return packed_head(self.pool.kernels, self._head, self._head_weights)
 
-    def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `TorchPasses.fuse`."""
-        return self._compiled.fuse(hidden)
-
-    def run(self, batch: Batch, states: torch.Tensor) -> Outputs:
+    def run(
+        self,
+        batch: Batch,
+        hidden: torch.Tensor,
+        route: Route | None = None,
+        fuse: bool = False,
+    ) -> Outputs:
         """See `TorchPasses.run`."""
-        return self.run_rows(list_rows(batch), states)
+        states = self._states(hidden, fuse)
+        outputs = self.run_rows(list_rows(batch), states)
+        if route is None:
+            return outputs
+        wanted, tokens = batch.wanted, torch.tensor(batch.tokens)
+        embedded = self._compiled.embedding(tokens[wanted])
+        return outputs._replace(scores=route(states[wanted], embedded))
 
     def run_rows(self, rows: RowList, states: torch.Tensor) -> Outputs:
         """Run rows that are listed."""
         self._compiled(rows, states.float().contiguous())
         stream, normed = self._compiled.hidden.chunk(2, -1)
-        return stream, normed
+        return Outputs(stream, normed)
 
-    def write_keys(self, batch: Batch, states: torch.Tensor) -> None:
+    def write_keys(self, batch: Batch, hidden: torch.Tensor, fuse: bool = False) -> None:
         """See `TorchPasses.write_keys`."""
-        self._compiled.write_keys(list_rows(batch), states.float().contiguous())
+        self._compiled.write_keys(list_rows(batch), self._states(hidden, fuse))
+
+    def _states(self, hidden: torch.Tensor, fuse: bool) -> torch.Tensor:
+        return self._compiled.fuse(hidden) if fuse else hidden.float().contiguous()
 
 
 class CompiledDrafter(CompiledStack):
-    """A drafter's stack as programs of the kernels. Passes give both of `Outputs` in `hidden`."""
+    """A drafter's stack as programs of the kernels.
+
+    Passes give stream and normed stream of `Outputs` side by side in `hidden`.
+    """
 
     def __init__(self, parameters: Parameters, stack: Stack, pages: PagePool, name: str) -> None:
         super().__init__(parameters, stack, pages, name)
@@ -152,7 +234,7 @@ class CompiledDrafter(CompiledStack):
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._fusion is None:
-            return hidden.float()
+            return hidden.float().contiguous()
         fused = torch.empty(len(hidden), self._width)
         rows = plain_rows(len(hidden))
         self._fusion.run(rows, {"hidden": hidden.contiguous(), "fused": fused})
@@ -217,7 +299,7 @@ def network_kernels(model: Model, network: DrafterNetwork) -> Kernels | None:
     """
     config = network.config
     sizes = config.hidden_size, config.intermediate_size, config.head_dim, config.target_size
-    reads_table = type(network.embedding) in (nn.Embedding, ScaledEmbedding)
+    reads_table = type(network.embedding) in (nn.Embedding, ScaledEmbedding, Embedding)
     fits = all(size % 2 == 0 for size in sizes) and (reads_table or not network.stack.embedding)
     on_cpu = model.device.type == "cpu" and model.dtype is torch.bfloat16
     return kernels() if fits and on_cpu else None

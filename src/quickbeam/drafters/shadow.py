@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quickbeam.models.base import Draft
-from quickbeam.models.kv import SequenceCache
+from quickbeam.models.cache.kv import SequenceCache
 from quickbeam.tree import TokenTree
 
 

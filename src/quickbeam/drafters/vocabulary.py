@@ -7,18 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from quickbeam.config import CLUSTERS, CONTEXT, FREQUENCY, FULL, ROUTER, check_vocab, plain_vocab
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router
 from quickbeam.drafters.shortlist.shortlist import WINDOW, Artefact, Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
-from quickbeam.models.compiled import NativeLinear
-from quickbeam.options import BESIDE, CLUSTERS, FREQUENCY, FULL, ROUTER, check_vocab, plain_vocab
+from quickbeam.models.compile.compiled_stack import NativeLinear
 
 # by kind: the default size is the size of the vocabulary divided by this
-SHARES = {FREQUENCY: 4, FREQUENCY + BESIDE: 16, CLUSTERS: 8, ROUTER: 16}
-BOTH = (FREQUENCY + BESIDE, ROUTER)  # kinds that score the context beside the layout's tokens
+SHARES = {FREQUENCY: 4, FREQUENCY + CONTEXT: 16, CLUSTERS: 8, ROUTER: 16}
+BOTH = (FREQUENCY + CONTEXT, ROUTER)  # kinds that score the context beside the layout's tokens
 ROUTED = (CLUSTERS, ROUTER)  # kinds whose clusters a router picks
 
 

@@ -39,8 +39,10 @@ def accept(
     that happens deeper in the tree, the path ends before that node: the answer may be over by then.
     """
     logits, params, reached = passed.logits, sampler.params, 0
-    # the kernels have chosen the best tokens already, where nothing changes the logits
-    known = passed.best if params.greedy and not params.adjusts_logits else None
+    # the pass has chosen the tokens already, where nothing changes the logits
+    known = passed.drawn
+    if params.greedy:
+        known = None if params.adjusts_logits else passed.best
 
     def below_root(node: int) -> list[int]:
         nonlocal reached

@@ -22,8 +22,9 @@ from quickbeam.engine.scheduler import ScheduledPart, Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Model, Passed, inference
+from quickbeam.models.native.library import cached_kernels
 from quickbeam.models.native.noise import NativeNoise
-from quickbeam.models.pages import PagePool
+from quickbeam.models.native.pages import PagePool
 from quickbeam.noise import Noise
 
 MOST_ACTIVE = 32  # the most sequences side by side, by default
@@ -57,7 +58,9 @@ class Engine:
     ) -> None:
         self.model = model
         pool = model.pool
-        self._noise = partial(NativeNoise, pool.kernels) if isinstance(pool, PagePool) else Noise
+        # the host's draws take a tenth of the time by the kernels, on whichever device passes run
+        kernels = pool.kernels if isinstance(pool, PagePool) else cached_kernels()
+        self._noise = Noise if kernels is None else partial(NativeNoise, kernels)
         self.prefixes = PrefixCache(model.granularity if share else None, model.pool)
         self.scheduler = Scheduler(model, self.prefixes, most)
         model.pool.limit = pages

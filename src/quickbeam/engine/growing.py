@@ -54,7 +54,7 @@ class TreeDraft:
     def part(self) -> Draft:
         """The tree as a part of a pass, once it is grown."""
         assert self.grown is not None and self.sequence.cache is not None
-        return Draft(self.sequence.cache, self.grown.tree)
+        return Draft(self.sequence.cache, self.grown.tree, draws=self.sequence.draws)
 
     @property
     def measured(self) -> bool:

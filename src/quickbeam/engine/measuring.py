@@ -12,8 +12,8 @@ from importlib.metadata import version
 
 import torch
 
-from quickbeam.cache import cache_folder
 from quickbeam.engine.cost import CostModel
+from quickbeam.hub.cache import cache_folder
 from quickbeam.machine import cpu_name, usable_cores
 from quickbeam.models.base import Batch, Draft, Model
 from quickbeam.tree import TokenTree

@@ -23,7 +23,7 @@ import torch
 
 from quickbeam.drafters.base import Drafter
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.models.kv import NoRoom, Page, Pool
+from quickbeam.models.cache.kv import NoRoom, Page, Pool
 
 SNAPSHOTS = 32
 

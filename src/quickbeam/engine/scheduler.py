@@ -12,7 +12,7 @@ from quickbeam.engine.growing import TreeDraft, fail
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.models.base import Chain, Draft, Model, Part
-from quickbeam.models.kv import NoRoom
+from quickbeam.models.cache.kv import NoRoom
 
 TREE = 64  # how many rows a sequence may need besides its tokens
 MANY_PLACES = 8  # with so many places, the last one is kept for tenants that hold none,

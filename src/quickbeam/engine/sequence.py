@@ -17,7 +17,8 @@ from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
 from quickbeam.methods.base import Method
-from quickbeam.models.kv import SequenceCache
+from quickbeam.models.base import Draws
+from quickbeam.models.cache.kv import SequenceCache
 from quickbeam.noise import Noise
 from quickbeam.params import COUPLED, SamplingParams
 from quickbeam.sampling import Sampler, logprobs
@@ -111,6 +112,10 @@ class SequenceState:
         self.drafting.manual_seed((self.seed + choice * CHOICE ^ DRAFTING) % 2**64)
         coupled = not self.params.greedy and self.params.coupling == COUPLED
         self.noise = noise(self.seed, choice, request.sampler.vocab_size) if coupled else None
+        # how its tokens are drawn, where that takes their logits alone
+        self.draws: Draws | None = None
+        if coupled and not self.params.filters and not self.params.adjusts_logits:
+            self.draws = Draws(self.seed, choice, 1 / max(self.params.temperature, 1e-30))
         self.context = Context(
             self.ids,
             torch.empty(0),

@@ -10,8 +10,9 @@ from quickbeam.grammar.patterns import without_look_around
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 # formats that llguidance knows; any other is an annotation
-FORMATS = {"date", "date-time", "duration", "email", "hostname", "time", "uri", "uuid"}
-FORMATS |= {"ipv4", "ipv6"}
+FORMATS = {
+    *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"),
+}
 # keywords whose value is a schema, a list of schemas, or schemas by names
 SCHEMA = ("additionalItems", "additionalProperties", "items")
 LIST = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
@@ -26,27 +27,28 @@ BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
 LARGEST = 2**63  # llguidance takes bounds below this
 MOST_NOTES = 100
 LONGEST_NAME = 100  # in a note
-# What is looked at to tell the options of `oneOf` apart: options in a whole schema, required
-# properties of an option, values of a property.
-MOST_OPTIONS, MOST_TAGS, MOST_VALUES = 300, 30, 20
+# Limits of what is compared to tell the options of `oneOf` apart.
+MOST_OPTIONS = 300  # of a whole document
+MOST_TAGS = 30  # required properties of an option
+MOST_VALUES = 20  # of a property
 
 Schema = dict[str, Any]
 
 
 def enforceable(schema: Any) -> tuple[Any, list[str]]:
-    """Return a schema that llguidance can hold an answer to, and what of `schema` it lacks.
+    """Return a schema that llguidance can hold an answer to, and notes on what it lacks.
 
-    What it lacks are keywords with a JSON pointer to the schema that has them:
-    `uniqueItems at #/properties/tags`, at most `MOST_NOTES`. Where it lacks nothing, an answer that
-    fits the returned schema fits `schema`. A schema that needs no change is returned as it is. What
-    is wrong in a schema is left to llguidance, which refuses it.
+    A note is a keyword of `schema` with a JSON pointer to the schema that has it:
+    `uniqueItems at #/properties/tags`. There are at most `MOST_NOTES`. Without any, an answer that
+    fits the returned schema fits `schema`. A schema that needs no change is returned as it is. A
+    schema that is wrong is refused by llguidance, not here.
     """
     rewriter = _Rewriter(schema)
     return rewriter.rewrite(schema), rewriter.left_out
 
 
 class _Rewriter:
-    """Rewrites the schemas within `root`, and notes in `left_out` what gets lost."""
+    """Rewrites the schemas within `root`, and notes in `left_out` the keywords that get lost."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -76,7 +78,7 @@ class _Rewriter:
         if keyword in BY_NAME and isinstance(value, Mapping):
             return {name: self.rewrite(value[name], keyword, name) for name in value}
         if keyword in LIST and isinstance(value, list):
-            return [self.rewrite(one, keyword, i) for i, one in enumerate(value)]
+            return [self.rewrite(schema, keyword, i) for i, schema in enumerate(value)]
         return self.rewrite(value, keyword) if keyword in SCHEMA else value
 
     def leave_out(self, schema: Schema, keyword: str) -> None:
@@ -94,17 +96,17 @@ class _Rewriter:
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/") or len(schema) > 1:
             return schema
-        found = self._root
+        target = self._root
         for name in reference[2:].split("/"):
             name = name.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, Mapping) else None
-        return found
+            target = target.get(name) if isinstance(target, Mapping) else None
+        return target
 
     def are_disjoint(self, options: list[Any]) -> bool:
         """Whether it is certain that no value fits two of the options of `oneOf`.
 
-        They are told apart by their types, by the values that they list, or by those of a property
-        that all of them require.
+        Options are told apart by their types, by the values that they list, or by the values of a
+        property that all of them require.
         """
         self._options_left -= len(options)
         if self._options_left < 0:
@@ -113,29 +115,31 @@ class _Rewriter:
         if _no_overlap(map(_types, schemas)) or _no_overlap(map(_values, schemas)):
             return True
         tags = [_tags(schema) for schema in schemas]
-        return any(_no_overlap(one.get(name, set()) for one in tags) for name in tags[0])
+        return any(
+            _no_overlap(values_of.get(name, set()) for values_of in tags) for name in tags[0]
+        )
 
 
-# --- what tells schemas apart: sets that are empty where nothing is known ---
+# --- what tells schemas apart: sets, which are empty where a schema says nothing of it ---
 
 
 def _no_overlap(sets: Iterable[set[str]]) -> bool:
     """Whether no two of the sets overlap, and none is empty."""
-    seen = set[str]()
-    for one in sets:
-        if not one or not seen.isdisjoint(one):
+    union = set[str]()
+    for values in sets:
+        if not values or not union.isdisjoint(values):
             return False
-        seen |= one
+        union |= values
     return True
 
 
 def _types(schema: Any) -> set[str]:
     """Return the types that a schema allows; integers are numbers."""
-    given = schema.get("type") if isinstance(schema, Mapping) else None
-    listed = given if isinstance(given, list) else [given]
-    if len(listed) > len(TYPES):
+    value = schema.get("type") if isinstance(schema, Mapping) else None
+    names = value if isinstance(value, list) else [value]
+    if len(names) > len(TYPES):
         return set()
-    types = {"number" if one == "integer" else one for one in _texts(listed)}
+    types = {"number" if name == "integer" else name for name in _texts(names)}
     return types if types.issubset(TYPES) else set()
 
 
@@ -162,7 +166,7 @@ def _tags(schema: Any) -> dict[str, set[str]]:
 
 def _texts(value: Any) -> list[str]:
     """Return a list of texts; an empty one for anything else."""
-    is_texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
+    is_texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
     return value if is_texts else []
 
 
@@ -181,31 +185,34 @@ def _change_pattern(rewriter: _Rewriter, schema: Schema, keyword: str) -> None:
     schema["pattern"], *others = rewritten.patterns
     if not rewritten.exact:
         rewriter.note(keyword)
-    known = schema.get("allOf", [])
-    if others and isinstance(known, list):
-        schema["allOf"] = [*known, *({"pattern": pattern} for pattern in others)]
+    all_of = schema.get("allOf", [])
+    if others and isinstance(all_of, list):
+        schema["allOf"] = [*all_of, *({"pattern": pattern} for pattern in others)]
 
 
 def _change_property_names(rewriter: _Rewriter, schema: Schema, keyword: str) -> None:
-    """Turn what names must fit into the properties with such names."""
+    """Turn a condition on names into the properties with such names."""
     names = rewriter.resolved(schema.pop(keyword))
-    asked = dict(names) if isinstance(names, Mapping) else {keyword: names}
+    condition = dict(names) if isinstance(names, Mapping) else {keyword: names}
     for annotation in ("description", "title"):
-        asked.pop(annotation, None)
-    if asked.get("type") == "string":
-        del asked["type"]
-    if not asked:
+        condition.pop(annotation, None)
+    if condition.get("type") == "string":
+        del condition["type"]
+    if not condition:
         return
-    if asked.keys() <= {"maxLength", "minLength"}:
-        least, most = asked.get("minLength", 0), asked.get("maxLength", "")
-        asked = {"pattern": rf"^[\s\S]{{{least},{most}}}$"}
+    if condition.keys() <= {"maxLength", "minLength"}:
+        least = condition.get("minLength", 0)
+        most = condition.get("maxLength", "")
+        condition = {"pattern": rf"^[\s\S]{{{least},{most}}}$"}
     value = schema.get("additionalProperties", {})
-    named = schema.keys() & {"patternProperties", "properties", "required"}
-    if asked.keys() in ({"const"}, {"enum"}) and named <= {"required"}:
-        listed = _texts(asked.get("enum", [asked.get("const")]))
-        schema["properties"] = dict.fromkeys(listed, value)
-    elif asked.keys() == {"pattern"} and _is_plain(asked["pattern"]) and not named:
-        schema["patternProperties"] = {asked["pattern"]: value}
+    naming_keywords = schema.keys() & {"patternProperties", "properties", "required"}
+    if condition.keys() in ({"const"}, {"enum"}) and naming_keywords <= {"required"}:
+        accepted = _texts(condition.get("enum", [condition.get("const")]))
+        schema["properties"] = dict.fromkeys(accepted, value)
+    elif (
+        condition.keys() == {"pattern"} and _is_plain(condition["pattern"]) and not naming_keywords
+    ):
+        schema["patternProperties"] = {condition["pattern"]: value}
     else:
         rewriter.note(keyword)
         return
@@ -215,17 +222,17 @@ def _change_property_names(rewriter: _Rewriter, schema: Schema, keyword: str) ->
 def _change_pattern_properties(rewriter: _Rewriter, schema: Schema, keyword: str) -> None:
     """Leave out patterns that can't be read, or that few names may match.
 
-    If the schema names all that match one, llguidance begins a field that can have no name. A
-    pattern that says how a name ends may be such a one.
+    If the schema names all names that match a pattern, llguidance begins a field that can have no
+    name. This may happen with a pattern that says how a name ends.
     """
     patterns = schema[keyword]
     if not isinstance(patterns, Mapping):
         return
     names_some = schema.get("properties") or schema.get("required")
-    closed = names_some and any("$" in pattern or r"\z" in pattern for pattern in patterns)
-    if closed or not all(map(_is_plain, patterns)):
+    says_the_end = any("$" in pattern or r"\z" in pattern for pattern in patterns)
+    if (names_some and says_the_end) or not all(map(_is_plain, patterns)):
         rewriter.leave_out(schema, keyword)
-        schema.pop("additionalProperties", None)  # of the names that match none of them
+        schema.pop("additionalProperties", None)  # is for names that match none of the patterns
 
 
 def _is_plain(pattern: Any) -> bool:

@@ -29,19 +29,19 @@ PART = re.compile(
 SUSPICIOUS = re.compile(rf"{LOOK}|\\[bBk1-9]")
 MOST_CHARACTERS = 10_000  # of an expression that is rewritten
 
-# one character, or one of a set
-ONE = r"(?P<one>\[(?!\^?\])(?:\\.|[^\]\\])+\]|\\[dDwWsS\W]|[^\\\[\](){}.*+?|^$])"
-# look-around, and the expression that means the same: `other` is any character but `one`
+# a character, or a set
+SET = r"(?P<set>\[(?!\^?\])(?:\\.|[^\]\\])+\]|\\[dDwWsS\W]|[^\\\[\](){}.*+?|^$])"
+# look-around, and the expression that means the same: `other` is any character but those of `set`
 AT_BEGINNING = {
     r"\(\?=(?P<inner>.*)\)": r"^(?:{inner})",
-    rf"\(\?!{ONE}\)": r"^(?:$|{other})",
-    rf"\(\?!\^?{ONE}\*\$\)": r"{other}",
-    rf"\(\?!\^?{ONE}\+\$\)": r"^$|{other}",
-    rf"\(\?!\.\*{ONE}(?P=one)\)": r"^(?:{one}?{other})*{one}?$",
+    rf"\(\?!{SET}\)": r"^(?:$|{other})",
+    rf"\(\?!\^?{SET}\*\$\)": r"{other}",
+    rf"\(\?!\^?{SET}\+\$\)": r"^$|{other}",
+    rf"\(\?!\.\*{SET}(?P=set)\)": r"^(?:{set}?{other})*{set}?$",
 }
 AT_END = {
     r"\(\?<=(?P<inner>.*)\)": r"(?:{inner})$",
-    rf"\(\?<!{ONE}\)": r"(?:^|{other})$",
+    rf"\(\?<!{SET}\)": r"(?:^|{other})$",
 }
 # The last part of an expression, in which pydantic counts a `Decimal`'s digits. Its first branch
 # matches the empty text, so that every text matches it.
@@ -51,7 +51,7 @@ MATCHES_ALL = re.compile(r"(?<!\\)\(\?:\\d\{0,\d+\}\|\(\?=[^()]*\)[^()]*\)\Z")
 class Rewritten(NamedTuple):
     """Expressions that a text must match, all of them.
 
-    `exact`: whether they mean what was rewritten. Otherwise it asked for more.
+    `exact`: whether they mean the same as the original expression. Otherwise that asked for more.
     """
 
     patterns: Sequence[str]
@@ -64,9 +64,9 @@ NOTHING = Rewritten([""], exact=False)  # every text matches the empty expressio
 def without_look_around(pattern: str) -> Rewritten:
     """Return expressions without look-around for one that a text must contain a match of.
 
-    Look-around as in `AT_BEGINNING` and `AT_END` is rewritten. All other is left out, and the
-    boundaries of words. All of an expression is left out if it is too long, or has references to
-    groups or look-around inside of look-around.
+    Look-around as in `AT_BEGINNING` and `AT_END` is rewritten. All other look-around is left out,
+    and so are boundaries of words. All of an expression is left out if it is too long, or has
+    references to groups or look-around inside of look-around.
     """
     if not SUSPICIOUS.search(pattern):
         return Rewritten([pattern], True)
@@ -75,30 +75,35 @@ def without_look_around(pattern: str) -> Rewritten:
     parts = list(PART.finditer(MATCHES_ALL.sub("", pattern)))
     if any(part["unknown"] for part in parts):
         return NOTHING
-    rest = "".join(part[0] for part in parts if not part["left_out"])
+    remaining = "".join(part[0] for part in parts if not part["left_out"])
     left_out = [i for i, part in enumerate(parts) if part["left_out"]]
     has_branches = any(part[0] == "|" for part in parts)
     conditions = list[str | None]()
     for number, i in enumerate(left_out):
-        begins = i == number + 1 and parts[0][0] == "^"
-        ends = i == len(parts) - 2 and parts[-1][0] == "$"
-        rules = AT_BEGINNING if begins else AT_END if ends else {}
+        rules: dict[str, str] = {}
+        if i == number + 1 and parts[0][0] == "^":
+            rules = AT_BEGINNING
+        elif i == len(parts) - 2 and parts[-1][0] == "$":
+            rules = AT_END
         conditions.append(None if has_branches else _condition(parts[i][0], rules))
-    known = [condition for condition in conditions if condition is not None]
-    return Rewritten([rest, *known], len(known) == len(conditions))
+    rewritten = [condition for condition in conditions if condition is not None]
+    return Rewritten([remaining, *rewritten], exact=len(rewritten) == len(conditions))
 
 
 def _condition(look_around: str, rules: dict[str, str]) -> str | None:
     """Return the expression that means the same as a look-around; None if no rule is for it."""
     for rule, expression in rules.items():
-        if found := re.fullmatch(rule, look_around, re.DOTALL):
-            groups = found.groupdict()
-            return expression.format(**groups, other=_other(groups.get("one", "")))
+        match = re.fullmatch(rule, look_around, re.DOTALL)
+        if match is not None:
+            groups = match.groupdict()
+            return expression.format(**groups, other=_complement(groups.get("set", "")))
     return None
 
 
-def _other(one: str) -> str:
+def _complement(characters: str) -> str:
     """Return the set of all characters but those of a character or set."""
-    if one.startswith("[^"):
-        return f"[{one[2:]}"
-    return f"[^{one[1:]}" if one.startswith("[") else f"[^{one}]"
+    if characters.startswith("[^"):
+        return f"[{characters[2:]}"
+    if characters.startswith("["):
+        return f"[^{characters[1:]}"
+    return f"[^{characters}]"

@@ -1,4 +1,4 @@
-"""What the source of a grammar holds: the texts that it writes, and the tokens that it names."""
+"""Reads the source of a grammar for the texts that it writes, and the tokens that it names."""
 
 from __future__ import annotations
 
@@ -58,28 +58,31 @@ class LarkSource(NamedTuple):
 
 
 def read_lark(text: str) -> LarkSource:
-    """Return what a Lark grammar holds. What is no Lark grammar holds whatever is found in it."""
-    texts, names = list[str](), set[str]()
-    ids, takes_others = list[tuple[int, int]](), False
+    """Return what a Lark grammar holds. Other text is read in the same way, and is no error."""
+    texts = list[str]()
+    names = set[str]()
+    ids = list[tuple[int, int]]()
+    takes_others = False
     start = 0
-    while (found := LEXEME.search(text, start)) is not None:
-        start = found.end()
-        if (string := found["string"]) is not None:
-            texts.append(_unquoted(string))
-        elif (expression := found["regex"]) is not None:
-            texts.append(pattern_text(expression.strip("/")))
-        elif found["json"] is not None:
+    while (match := LEXEME.search(text, start)) is not None:
+        start = match.end()
+        kind = match.lastgroup
+        if kind == "string":
+            texts.append(_unquoted(match["string"]))
+        elif kind == "regex":
+            texts.append(pattern_text(match["regex"].strip("/")))
+        elif kind == "json":
             try:
                 schema, start = json.JSONDecoder().raw_decode(text, start)
                 texts += schema_texts(schema)
-            except (ValueError, RecursionError):  # llguidance says what is wrong
+            except (ValueError, RecursionError):  # llguidance reports it
                 break
-        elif (ranges := found["ids"]) is not None:
-            takes_others = takes_others or ranges.startswith(("^", "*"))
-            for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", ranges):
+        elif kind == "ids":
+            takes_others = takes_others or match["ids"].startswith(("^", "*"))
+            for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", match["ids"]):
                 ids.append((int(first), int(last or first)))
-        elif (name := found["name"]) is not None:
-            names.add(name)
+        elif kind == "name":
+            names.add(match["name"])
     return LarkSource(texts, names, ids, takes_others)
 
 
@@ -91,17 +94,17 @@ def grammar_texts(grammar: Grammar) -> Sequence[str]:
         return read_lark(grammar.text).texts
     try:
         return list(schema_texts(json.loads(grammar.text)))
-    except (ValueError, RecursionError):  # llguidance says what is wrong
+    except (ValueError, RecursionError):  # llguidance reports it
         return []
 
 
 def schema_texts(schema: Any) -> Iterator[str]:
-    """Yield the texts that a JSON schema writes, as they stand in JSON."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
+    """Yield the texts that a JSON schema writes, encoded as JSON."""
+    stack = [schema]
+    while stack:
+        part = stack.pop()
         if isinstance(part, list):
-            waiting += part
+            stack += part
         if not isinstance(part, Mapping):
             continue
         for keyword, value in part.items():
@@ -112,23 +115,24 @@ def schema_texts(schema: Any) -> Iterator[str]:
                     yield json.dumps(pattern_text(value), ensure_ascii=False)
                 case "properties", Mapping():
                     yield json.dumps(list(value), ensure_ascii=False)
-                    waiting += value.values()
+                    stack += value.values()
                 case "patternProperties", Mapping():
                     for pattern in value:
                         yield json.dumps(pattern_text(pattern), ensure_ascii=False)
-                    waiting += value.values()
+                    stack += value.values()
                 case _ if keyword not in ANNOTATIONS:
-                    waiting.append(value)
+                    stack.append(value)
 
 
 def pattern_text(pattern: str) -> str:
     """Return the characters that stand in a regular expression for themselves, outside of sets."""
     text = ""
     for atom in ATOM.finditer(pattern):
-        if (code := atom["braced"] or atom["two"] or atom["four"]) is not None:
+        code = atom["braced"] or atom["two"] or atom["four"]
+        if code is not None:
             text += chr(min(int(code, 16), 0x10FFFF))
-        elif (control := atom["control"]) is not None:
-            text += CONTROLS[control]
+        elif atom["control"] is not None:
+            text += CONTROLS[atom["control"]]
         else:
             text += atom["character"] or ""
     return text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer as Backend
 
 from quickbeam.errors import InvalidInput
-from quickbeam.token_texts import TokenTexts
+from quickbeam.grammar.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -9,10 +9,21 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import import_module
+from os import fspath
 from typing import TYPE_CHECKING
 
+from quickbeam.config import (
+    FREQUENCY,
+    FULL,
+    ROUTER,
+    SHORTENED,
+    Budget,
+    LLMOptions,
+    check_vocab,
+    parse_budget,
+)
 from quickbeam.errors import InvalidInput, did_you_mean
-from quickbeam.options import FREQUENCY, FULL, ROUTER, SHORTENED
+from quickbeam.hub import check_hub, check_source, shipped_drafter
 
 if TYPE_CHECKING:
     from quickbeam.drafters.base import Drafter
@@ -115,3 +126,31 @@ def make_method(name: str, drafter: Drafter | None = None) -> Method:
     make = getattr(import_module(f"quickbeam.methods.{module}"), maker)
     method: Method = make(*(sources[source] for source in chosen.sources))
     return method
+
+
+def check_options(options: LLMOptions) -> None:
+    """Raise `InvalidInput` for options of a model that can't be used together.
+
+    It looks at names and files alone, before PyTorch is imported or anything is loaded.
+    """
+    drafts = (options.drafter or shipped_drafter(options.source)) is not None
+    method = stand_in(options.method, drafts)
+    check_vocab(options.vocab or preset(method).vocab)
+    names = [options.source, None if options.drafter is None else fspath(options.drafter)]
+    for name in names:
+        if name is not None:
+            check_source(name)
+    for name in names:
+        if name is not None and options.revision is None:
+            check_hub(name)
+
+
+def max_nodes(budget: Budget | None, method: str) -> int | None:
+    """Return the most nodes of a tree of `method`; None: by the measured budget.
+
+    `budget`: what is asked for; None takes the method's own. Raises `InvalidInput`.
+    """
+    budget, chosen = parse_budget(budget), preset(method)
+    if budget is None or not chosen.sources:
+        return chosen.budget or None
+    return None if budget == "auto" else budget

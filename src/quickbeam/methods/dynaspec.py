@@ -2,9 +2,10 @@
 
 In the paper's order, with the places where each step is:
 
-1. *Clusters*, offline. Spherical k-means on the rows of the drafter's head divides the vocabulary
-   (`train/router.py`). Rows of a cluster lie together (`drafters/shortlist/layout.py`), and the
-   most frequent tokens are a block of their own that is always scored.
+1. *Clusters*, offline. The paper divides the vocabulary by spherical k-means on the rows of the
+   drafter's head. Here the tokens of a cluster follow the same texts (`pifa` in `train/router.py`).
+   Rows of a cluster lie together (`drafters/shortlist/layout.py`). The most frequent tokens are a
+   block of their own that is always scored.
 2. *Router*. A two-layer MLP reads the hidden state and the embedding of the token, which are known
    before the drafter's layer has run, and scores the clusters (`drafters/shortlist/native.py`).
 3. *Top-k*. The best clusters are scored (`Shortlist.choose`). The paper takes fewer at deeper

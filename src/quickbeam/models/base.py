@@ -2,8 +2,7 @@
 
 A `Model` holds the weights and no sequence. Each part of a batch brings its sequence's cache. There
 are two back ends that run a described architecture (`stack.py`): `native_model.py` over the native
-kernels, and `torch/model.py` in PyTorch. `transformers_model.py` runs what no family describes, by
-transformers' modelling code. `opening.py` picks one.
+kernels, and `torch/model.py` in PyTorch. `opening.py` picks one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.kv import Pool, SequenceCache
+from quickbeam.models.cache.kv import Pool, SequenceCache
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # tokens of prompts that a pass reads
@@ -64,15 +63,29 @@ class Chain(NamedTuple):
         return len(self.tokens)
 
 
+class Draws(NamedTuple):
+    """How a request's tokens are drawn from its logits alone, with the noise of their places.
+
+    `seed`, `choice`: of the noise (`noise.py`). `scale`: 1 / temperature, or 0 where nothing is
+    drawn and the likeliest token is taken.
+    """
+
+    seed: int
+    choice: int
+    scale: float
+
+
 class Draft(NamedTuple):
     """A draft tree whose root follows a sequence's committed tokens.
 
-    `base`: how many of its first nodes an earlier pass has run since the last commit.
+    `base`: how many of its first nodes an earlier pass has run since the last commit. `draws`: how
+    the tokens after its nodes are drawn, where the pass may do so; None where it may not.
     """
 
     cache: SequenceCache
     tree: TokenTree
     base: int = 0
+    draws: Draws | None = None
 
     @property
     def rows(self) -> int:
@@ -139,12 +152,14 @@ class Passed(NamedTuple):
     `logits` `[wanted, vocab]`: after every node that a draft runs, or after a chain's last tokens.
     `hidden` `[rows, layers * d]`: hidden states of all rows, where the model watches layers.
     `best`: the likeliest token of each row of `logits` where the pass tells, -1 where its logits
-    are not finite.
+    are not finite. `drawn`: the tokens that are drawn as a draft says, where the pass draws them,
+    -1 where the host has to.
     """
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
     best: list[int] | None = None
+    drawn: list[int] | None = None
 
 
 class Streamed(ABC):
@@ -269,16 +284,26 @@ def check_layers(layers: Sequence[int], count: int) -> None:
 
 
 def split(
-    parts: Sequence[Part], logits: torch.Tensor, hidden: torch.Tensor | None, best: list[int] | None
+    parts: Sequence[Part],
+    logits: torch.Tensor,
+    hidden: torch.Tensor | None,
+    best: list[int] | None,
+    drawn: list[int] | None = None,
 ) -> list[Passed]:
-    """Divide the results of all rows of a pass among its parts."""
+    """Divide the results of all rows of a pass among its parts.
+
+    `drawn` counts for drafts alone that say how tokens are drawn.
+    """
     passed, row, want = list[Passed](), 0, 0
     for part in parts:
+        wanted = slice(want, want + part.wanted)
+        draws = part.draws if isinstance(part, Draft) else None
         passed.append(
             Passed(
-                logits[want : want + part.wanted],
+                logits[wanted],
                 None if hidden is None else hidden[row : row + part.rows],
-                None if best is None else best[want : want + part.wanted],
+                None if best is None else best[wanted],
+                None if drawn is None or draws is None else drawn[wanted],
             )
         )
         row, want = row + part.rows, want + part.wanted

@@ -1,6 +1,6 @@
 """An architecture as data: what a model computes, and where its tensors are.
 
-`families` make a `Stack` from a configuration, `compiled.py` makes a program of kernels from it,
+`families` make a `Stack` from a configuration, `compile` makes a program of kernels from it,
 and `torch/network.py` runs it in plain PyTorch.
 """
 

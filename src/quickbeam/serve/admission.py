@@ -18,7 +18,9 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.serve.settings import ServeSettings
 
 BYTES_A_TOKEN = 4  # roughly, for English text
-SOON, LATER = 5, 60  # seconds after which a client is told to ask again
+# seconds after which a client is told to ask again
+SOON = 5
+LATER = 60
 # whose the request is that is answered; tenants take turns in the engine
 TENANT: ContextVar[Hashable] = ContextVar("tenant", default=None)
 
@@ -34,27 +36,33 @@ class RetryableError(QuickbeamError):
 class Busy(RetryableError):
     """Too many answers or prompt tokens wait already."""
 
-    status, code = 429, "rate_limit_exceeded"
+    status = 429
+    code = "rate_limit_exceeded"
 
 
 class Unavailable(RetryableError):
     """The server is starting or shutting down, or the request waited for too long."""
 
-    status, code = 503, "unavailable"
+    status = 503
+    code = "unavailable"
 
 
 class Ticket:
     """The admission of one request: `choices` answers to prompts of about `tokens` tokens.
 
     The tokens count as waiting until the engine starts the first answer. Leaving the `with` block
-    ends the answers that were not `taken`; of each that was, `begin` and then `end` must be called.
+    ends the answers that were not `taken`. For each that was taken, `begin` and then `end` must be
+    called.
     """
 
     def __init__(self, gate: Gate, tokens: int, choices: int, tenant: Hashable) -> None:
-        self.gate, self.tokens, self.tenant = gate, tokens, tenant
+        self.gate = gate
+        self.tokens = tokens
+        self.tenant = tenant
         self.entered = time.perf_counter()
         self.taken = 0
-        self._choices = self._inside = choices
+        self._choices = choices
+        self._unfinished = choices
 
     def weigh(self, tokens: int) -> None:
         """Count the prompts with so many tokens while they wait; 0: they wait no longer."""
@@ -69,8 +77,8 @@ class Ticket:
 
     def end(self) -> None:
         """Record that an answer is over."""
-        self._inside -= 1
-        if not self._inside:
+        self._unfinished -= 1
+        if not self._unfinished:
             self.weigh(0)
         self.gate.leave(self.tenant)
 
@@ -86,16 +94,21 @@ class Ticket:
 class Gate:
     """Lets requests in or turns them away; an eighth of the queue is left to other tenants.
 
-    `places`: answers that the engine computes at a time. `inside` counts the answers that are not
-    over, `waiting` those of them that the engine has not started, `waiting_tokens` their prompts'
-    tokens.
+    - `max_running`: answers that the engine computes at a time.
+    - `phase`: "starting", then "ready", then "draining".
+    - `inside`: the number of answers that are not over.
+    - `waiting`: those of them that the engine has not started.
+    - `waiting_tokens`: the tokens of their prompts.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
-        self.settings, self.places = settings, 0
-        self.phase = "starting"  # then "ready", then "draining"
-        self.inside = self.waiting = self.waiting_tokens = 0
-        self._inside_of = Counter[Hashable]()  # by tenant
+        self.settings = settings
+        self.max_running = 0
+        self.phase = "starting"
+        self.inside = 0
+        self.waiting = 0
+        self.waiting_tokens = 0
+        self._inside_by_tenant = Counter[Hashable]()
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -107,27 +120,33 @@ class Gate:
         waiting.
         """
         self.check()
-        settings, own = self.settings, self._inside_of[tenant]
-        most, most_tokens = self.places + settings.max_waiting, settings.max_waiting_tokens
-        share = most - settings.max_waiting // 8
-        if choices > most:
+        max_inside = self.max_running + self.settings.max_waiting
+        if choices > max_inside:
             raise InvalidInput(
-                f"{choices} answers in one request: this server takes at most {most}; ask for fewer"
+                f"{choices} answers in one request: this server takes at most {max_inside}; ask "
+                "for fewer"
             )
-        for full, why in (
-            (self.inside + choices > most, f"{self.waiting} requests wait for their turn, and "
-                f"{settings.max_waiting} may; this one asks for {choices}"),
-            (tenant is not None and choices <= share < own + choices, f"{own} requests of this "
-                f"client are under way, and {share} may be; this one asks for {choices}"),
-            (self.waiting_tokens and self.waiting_tokens + tokens > most_tokens, "prompts of about "
-                f"{self.waiting_tokens} tokens wait for their turn, and {most_tokens} may; this "
-                f"one has about {tokens}"),
-        ):  # fmt: skip
-            if full:
-                raise Busy(f"{why}: come back later", SOON)
+        if self.inside + choices > max_inside:
+            raise _busy(
+                f"{self.waiting} requests wait for their turn, and {self.settings.max_waiting} "
+                f"may; this one asks for {choices}"
+            )
+        of_tenant = self._inside_by_tenant[tenant]
+        max_of_tenant = max_inside - self.settings.max_waiting // 8
+        if tenant is not None and choices <= max_of_tenant < of_tenant + choices:
+            raise _busy(
+                f"{of_tenant} requests of this client are under way, and {max_of_tenant} may be; "
+                f"this one asks for {choices}"
+            )
+        max_tokens = self.settings.max_waiting_tokens
+        if self.waiting_tokens and self.waiting_tokens + tokens > max_tokens:
+            raise _busy(
+                f"prompts of about {self.waiting_tokens} tokens wait for their turn, and "
+                f"{max_tokens} may; this one has about {tokens}"
+            )
         self.inside += choices
         self.waiting += choices
-        self._inside_of[tenant] += choices
+        self._inside_by_tenant[tenant] += choices
         self.waiting_tokens += tokens
         self.empty.clear()
         return Ticket(self, tokens, choices, tenant)
@@ -142,9 +161,14 @@ class Gate:
             )
 
     def leave(self, tenant: Hashable) -> None:
+        """Count one answer of a tenant as over."""
         self.inside -= 1
-        self._inside_of[tenant] -= 1
-        if not self._inside_of[tenant]:
-            del self._inside_of[tenant]
+        self._inside_by_tenant[tenant] -= 1
+        if not self._inside_by_tenant[tenant]:
+            del self._inside_by_tenant[tenant]
         if not self.inside:
             self.empty.set()
+
+
+def _busy(why: str) -> Busy:
+    return Busy(f"{why}: come back later", SOON)

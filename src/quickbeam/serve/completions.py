@@ -12,6 +12,7 @@ from typing import Any
 
 from quickbeam.engine.result import Completion, Logprob
 from quickbeam.engine.stream import Delta
+from quickbeam.grammar.token_texts import TokenTexts
 from quickbeam.llm import LLM
 from quickbeam.serve import convert
 from quickbeam.serve.admission import BYTES_A_TOKEN
@@ -29,7 +30,6 @@ from quickbeam.serve.messages import (
 from quickbeam.serve.runner import AnsweredRequest, Json, Runner, Streams
 from quickbeam.serve.schemas import GenerationRequest, StreamOptions
 from quickbeam.serve.tools import ToolUse, tool_use
-from quickbeam.token_texts import TokenTexts
 
 # What stands before a prefix, between it and a suffix, and behind that, in the models that fill in.
 INFILL = (

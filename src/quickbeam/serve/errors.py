@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import reprlib
 import traceback
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -23,8 +24,8 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-MOST = 1000  # characters of a message; a part of the request that is quoted may be long
-_log = logging.getLogger(__name__)
+MAX_MESSAGE = 1000  # characters; a part of the request that is quoted may be long
+logger = logging.getLogger(__name__)
 
 
 class Problem(NamedTuple):
@@ -40,16 +41,18 @@ class Problem(NamedTuple):
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        message, param = self.message, self.param
-        if len(message) > MOST:
-            message = f"{message[: MOST // 2]} … {message[-MOST // 2 :]}"
-        if len(param or "") > MOST:  # a name that the client made up
+        message = self.message
+        if len(message) > MAX_MESSAGE:
+            half = MAX_MESSAGE // 2
+            message = f"{message[:half]} … {message[-half:]}"
+        param = self.param
+        if param is not None and len(param) > MAX_MESSAGE:  # a name that the client made up
             param = None
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
 
-# status and headers of refusals, by their code; the others have a 400
-CODES: dict[str | None, tuple[int, dict[str, str]]] = {
+# status and headers of refusals, by their code; other refusals have a 400
+STATUS_OF_CODE: dict[str | None, tuple[int, dict[str, str]]] = {
     "invalid_api_key": (401, {"WWW-Authenticate": "Bearer"}),
     "unknown_origin": (403, {}),
     "model_not_found": (404, {}),
@@ -65,14 +68,15 @@ class Refused(InvalidInput):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        status, headers = CODES.get(code, (400, {}))
+        status, headers = STATUS_OF_CODE.get(code, (400, {}))
         self.problem = Problem(status, message, INVALID, param, code, headers)
 
 
 class Interrupted(QuickbeamError):
     """An answer that the server cut short."""
 
-    status, code = 503, "interrupted"
+    status = 503
+    code = "interrupted"
 
 
 def problem(error: BaseException) -> Problem:
@@ -80,17 +84,20 @@ def problem(error: BaseException) -> Problem:
     if isinstance(error, Refused):
         return error.problem
     if isinstance(error, HTTPException):
-        status, headers = error.status_code, dict(error.headers or {})
-        return Problem(status, str(error.detail), TYPES.get(status, INVALID), headers=headers)
+        return _problem(error.status_code, str(error.detail), None, dict(error.headers or {}))
     if isinstance(error, QuickbeamError):
         status = getattr(error, "status", 400 if isinstance(error, InvalidInput) else 500)
-        again, code = getattr(error, "retry_after", None), getattr(error, "code", None)
-        headers = {} if again is None else {"Retry-After": str(again)}
-        return Problem(status, str(error), TYPES.get(status, INVALID), None, code, headers)
+        retry_after = getattr(error, "retry_after", None)
+        headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        return _problem(status, str(error), getattr(error, "code", None), headers)
     where = "".join(traceback.format_tb(error.__traceback__))
-    _log.error("a request failed with %s at:\n%s", type(error).__name__, where)
+    logger.error("a request failed with %s at:\n%s", type(error).__name__, where)
     message = "the server failed to answer this request; its log says why"
-    return Problem(500, message, TYPES[500], code="internal_error")
+    return _problem(500, message, "internal_error", {})
+
+
+def _problem(status: int, message: str, code: str | None, headers: dict[str, str]) -> Problem:
+    return Problem(status, message, TYPES.get(status, INVALID), None, code, headers)
 
 
 def response(error: BaseException) -> JSONResponse:
@@ -101,40 +108,47 @@ def response(error: BaseException) -> JSONResponse:
 
 def invalid(error: ValidationError, body: Any) -> Refused:
     """Return the most helpful of the errors that a body was refused for: the deepest."""
-    telling = ("unsupported", "too_short", "too_long")
-
-    def rank(one: tuple[list[str | int], Any]) -> tuple[bool, int, bool]:
-        return one[1]["type"] == "too_long", len(one[0]), one[1]["type"] in telling
-
-    errors = error.errors(include_url=False)
-    path, first = max(((_path(one, body), one) for one in errors), key=rank)
-    kind, about = first["type"], first.get("ctx") or {}
+    errors = [
+        (_path(details["loc"], details["type"], body), details)
+        for details in error.errors(include_url=False)
+    ]
+    path, details = max(errors, key=_helpfulness)
+    kind = details["type"]
+    context = details.get("ctx") or {}
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    name = about.get("param") or where.removeprefix(".")  # such as messages[0].content
-    message = first["msg"].removeprefix("Value error, ")
+    name = context.get("param") or where.removeprefix(".")  # such as messages[0].content
+    message = details["msg"].removeprefix("Value error, ")
     if kind == "union_tag_not_found":  # a missing field that says which kind of object it is
-        field = str(about["discriminator"]).strip("'")
-        name, message = f"{name}.{field}", "Field required"
+        field = str(context["discriminator"]).strip("'")
+        name = f"{name}.{field}"
+        message = "Field required"
     elif kind == "too_short":
         message = "empty: give at least one"
     elif kind == "too_long":
-        message = f"more than {about['max_length']}, the most that there may be"
+        message = f"more than {context['max_length']}, the most that there may be"
     elif kind == "extra_forbidden":
         message = "not supported by this server: leave it out"
-    elif kind not in ("unsupported", "missing") and not isinstance(first["input"], dict | list):
-        message += f", not {reprlib.repr(first['input'])}"
+    elif kind not in ("unsupported", "missing") and not isinstance(details["input"], dict | list):
+        message += f", not {reprlib.repr(details['input'])}"
     return Refused(f"{name}: {message}" if name else message, name or None)
 
 
-def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
+def _helpfulness(error: tuple[Sequence[str | int], ErrorDetails]) -> tuple[bool, int, bool]:
+    path, details = error
+    kind = details["type"]
+    return kind == "too_long", len(path), kind in ("unsupported", "too_short", "too_long")
+
+
+def _path(location: Sequence[str | int], kind: str, body: Any) -> list[str | int]:
     """Return where in the body an error is, without the type names that pydantic inserts."""
-    parts, value, path = list(error["loc"]), body, list[str | int]()
-    for i, part in enumerate(parts):
-        if (isinstance(value, dict) and part in value) or (
-            isinstance(value, list) and isinstance(part, int) and part < len(value)
-        ):
+    path = list[str | int]()
+    value = body
+    for i, part in enumerate(location):
+        in_object = isinstance(value, dict) and part in value
+        in_list = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if in_object or in_list:
             path.append(part)
             value = value[part]
-        elif i == len(parts) - 1 and error["type"] == "missing":
+        elif i == len(location) - 1 and kind == "missing":
             path.append(part)
     return path

@@ -17,8 +17,8 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import Gate, RetryableError
 
-DEEPEST = 16  # depths below the root that are counted separately; deeper ones count as the last
-REASONS = {"interrupted": "abort"}  # our finish reasons that have another name in vLLM
+MAX_DEPTH = 16  # depths below the root that are counted separately; deeper ones count as the last
+VLLM_REASONS = {"interrupted": "abort"}  # finish reasons that have another name in vLLM
 # upper bounds of histograms' buckets, as vLLM has them
 SECONDS = ".001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640"
 A_TOKEN = ".001 .0025 .005 .01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 10"
@@ -62,20 +62,21 @@ class Metrics:
     """The metrics of one server, in a registry. Each is labelled with `name`, the model's name."""
 
     def __init__(self, name: str, gate: Gate) -> None:
-        self._name, self.registry = name, CollectorRegistry()
+        self._name = name
+        self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._families = {
-            **{one: self._family(Counter, one, text) for one, text in COUNTERS.items()},
-            **{one: self._family(Counter, one, text, by) for one, (by, text) in LABELLED.items()},
-            **{
-                one: self._family(Histogram, one, text, buckets=[*map(float, bounds.split())])
-                for one, (text, bounds) in HISTOGRAMS.items()
-            },
-        }
-        for plain in (*COUNTERS, *HISTOGRAMS):
-            self._families[plain].labels(name)  # shown from the beginning, as 0
-        for depth in range(DEEPEST):
-            self._families["vllm:spec_decode_num_accepted_tokens_per_pos"].labels(name, depth)
+        self._families: dict[str, Any] = {}
+        for metric, text in COUNTERS.items():
+            self._families[metric] = self._family(Counter, metric, text)
+        for metric, (label, text) in LABELLED.items():
+            self._families[metric] = self._family(Counter, metric, text, label)
+        for metric, (text, bounds) in HISTOGRAMS.items():
+            buckets = [float(bound) for bound in bounds.split()]
+            self._families[metric] = self._family(Histogram, metric, text, buckets=buckets)
+        for metric in (*COUNTERS, *HISTOGRAMS):
+            self.of(metric)  # shown from the beginning, as 0
+        for depth in range(MAX_DEPTH):
+            self.of("vllm:spec_decode_num_accepted_tokens_per_pos", depth)
         waiting = "Requests that the engine has not taken up."
         self._gauge("vllm:num_requests_waiting", waiting, lambda: gate.waiting)
 
@@ -109,49 +110,61 @@ class Metrics:
         content = encode(self.registry, escaping=openmetrics.ALLOWUTF8)
         return content, content_type.partition("; escaping=")[0]
 
-    def _family(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
-        return kind(name, text, ["model_name", *labels], registry=self.registry, **more)
+    def _family(self, metric_class: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
+        return metric_class(name, text, ["model_name", *labels], registry=self.registry, **more)
 
     def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
         self._family(Gauge, name, text).labels(self._name).set_function(value)
 
 
 class RequestMetrics:
-    """Counts one answer, asked for at `entered`. `step` runs on the engine's thread."""
+    """Counts one answer to a prompt of `prompt` tokens, asked for at `entered`.
+
+    `step` runs on the engine's thread.
+    """
 
     def __init__(
         self, metrics: Metrics, params: SamplingParams, prompt: int, entered: float
     ) -> None:
-        self._metrics, self._params, self._prompt, self._entered = metrics, params, prompt, entered
-        self._last = 0.0  # when the last step ended
+        self._metrics = metrics
+        self._params = params
+        self._prompt = prompt
+        self._entered = entered
+        self._last_step = 0.0  # when it ended
         self._counted = 0  # tokens of the answer so far
 
     def step(self, record: StepRecord) -> None:
         """Count a step. This is an observer of the answer."""
-        count, now, emitted = self._metrics.of, time.perf_counter(), len(record.emitted)
-        drafted, accepted = len(record.tree) - 1, record.path[1 : emitted + 1]
+        count = self._metrics.of
+        now = time.perf_counter()
+        emitted = len(record.emitted)
         count("vllm:generation_tokens").inc(emitted)
         self._counted += emitted
         if emitted:
-            gap = (now - (self._last or now - record.seconds)) / emitted
+            begin = self._last_step or now - record.seconds
+            gap = (now - begin) / emitted
             for _ in range(emitted):
                 count("vllm:inter_token_latency_seconds").observe(gap)
                 count("vllm:time_per_output_token_seconds").observe(gap)
-        self._last = now
-        count("quickbeam:nodes_per_step").observe(drafted + 1)
+        self._last_step = now
+        count("quickbeam:nodes_per_step").observe(len(record.tree))
+        drafted = len(record.tree) - 1
         if not drafted:
             return
+        accepted = len(record.path[1 : emitted + 1])
         count("vllm:spec_decode_num_drafts").inc()
         count("vllm:spec_decode_num_draft_tokens").inc(drafted)
-        count("vllm:spec_decode_num_accepted_tokens").inc(len(accepted))
-        for depth in range(len(accepted)):
-            count("vllm:spec_decode_num_accepted_tokens_per_pos", min(depth, DEEPEST - 1)).inc()
+        count("vllm:spec_decode_num_accepted_tokens").inc(accepted)
+        for depth in range(accepted):
+            count("vllm:spec_decode_num_accepted_tokens_per_pos", min(depth, MAX_DEPTH - 1)).inc()
 
     def over(self, completion: Completion, times: Times) -> None:
-        """Count the whole answer, once it is over."""
-        count, now, statistics = self._metrics.of, time.perf_counter(), completion.statistics
+        """Count an answer, once it is over."""
+        count = self._metrics.of
+        now = time.perf_counter()
+        statistics = completion.statistics
         reason = completion.finish_reason
-        count("vllm:request_success", REASONS.get(reason, reason)).inc()
+        count("vllm:request_success", VLLM_REASONS.get(reason, reason)).inc()
         count("vllm:e2e_request_latency_seconds").observe(now - self._entered)
         count("vllm:generation_tokens").inc(statistics.new_tokens - self._counted)
         count("vllm:request_prompt_tokens").observe(self._prompt)
@@ -166,7 +179,7 @@ class RequestMetrics:
         count("vllm:request_queue_time_seconds").observe(times.began - self._entered)
         count("vllm:prefix_cache_queries").inc(self._prompt)
         count("vllm:prefix_cache_hits").inc(statistics.cached_tokens)
-        if times.first is not None or completion.finish_reason == "length":  # the prompt was read
+        if times.first is not None or reason == "length":  # the prompt was read
             count("vllm:prompt_tokens").inc(self._prompt)
         if times.first is None:
             return

@@ -16,9 +16,9 @@ from ray import serve
 from starlette.applications import Starlette
 
 from quickbeam import hub
-from quickbeam.batch.ray import CPUS, environment
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
+from quickbeam.serve.actors import CPUS, environment
 from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Runner, name_of
 from quickbeam.serve.server import prepare

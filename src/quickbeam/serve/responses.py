@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from quickbeam.aio import NOTHING
 from quickbeam.engine.result import Completion, Logprob
+from quickbeam.grammar.token_texts import TokenTexts
 from quickbeam.serve import convert
 from quickbeam.serve.calls import ParsedCall
 from quickbeam.serve.completions import begin_conversation, chat_logprobs
@@ -47,7 +48,6 @@ from quickbeam.serve.schemas import (
     refuse,
 )
 from quickbeam.serve.tools import ToolUse, tool_use
-from quickbeam.token_texts import TokenTexts
 
 LOGPROBS = "message.output_text.logprobs"
 # what a response may include; there is no reasoning, so nothing of it is left out

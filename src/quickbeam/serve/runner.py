@@ -22,13 +22,13 @@ from typing_extensions import Self
 
 from quickbeam import __version__, hub
 from quickbeam.aio import AsyncLLM, AsyncStream, Closed
-from quickbeam.cache import cache_folder, file_key, split_files
 from quickbeam.engine.result import Completion
 from quickbeam.engine.stream import Delta, Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
+from quickbeam.hub.cache import cache_folder, file_key, split_files
 from quickbeam.llm import LLM
-from quickbeam.models.adapters import base_of
+from quickbeam.models.weights.adapters import base_of
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import LATER, SOON, Gate, Ticket, Unavailable
 from quickbeam.serve.errors import Interrupted, problem
@@ -97,7 +97,7 @@ class Runner:
         if self.settings.default_temperature is not None:
             self.defaults["temperature"] = self.settings.default_temperature
         logger.info("sampling of requests that don't say: %s", self.defaults)
-        self.gate.places = llm.engine.scheduler.most
+        self.gate.max_running = llm.engine.scheduler.most
         self.metrics.watch(llm.engine, lambda: self.heartbeat)
         if self.gate.phase == "starting":
             self.gate.phase = "ready"

@@ -14,7 +14,7 @@ import anyio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quickbeam.options import parse_bytes
+from quickbeam.config import parse_bytes
 from quickbeam.serve.admission import TENANT
 from quickbeam.serve.errors import Refused, response
 from quickbeam.serve.settings import ServeSettings

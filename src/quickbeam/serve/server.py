@@ -21,16 +21,22 @@ from quickbeam.params import SamplingParams
 from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Runner, fingerprint_of
 
-GRACE = 5  # seconds to send responses after their answers are over
+SHUTDOWN_SECONDS = 5  # to send responses after their answers are over
 BACKLOG = 1024  # connections that the operating system may queue
-WARM = SamplingParams(max_tokens=16, ignore_eos=True)
+WARM_UP = SamplingParams(max_tokens=16, ignore_eos=True)
 
 
 def config(runner: Runner) -> uvicorn.Config:
     """Return how uvicorn serves a runner's application."""
-    quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
-    ends: dict[str, Any] = {"lifespan": "on", "timeout_graceful_shutdown": GRACE}
-    return uvicorn.Config(create_app(runner), ws="none", **quiet, **ends)
+    return uvicorn.Config(
+        create_app(runner),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
 
 
 class Server(uvicorn.Server):
@@ -42,7 +48,8 @@ class Server(uvicorn.Server):
         AppStatus.enable_automatic_graceful_drain = False
         super().__init__(config(runner))
         self._draining: Future[None] | None = None
-        self._idle: dict[Any, float] = {}  # connections and their last requests, since when
+        # connections without a request under way, with their last requests, since when
+        self._idle: dict[Any, float] = {}
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._draining is not None:
@@ -57,11 +64,15 @@ class Server(uvicorn.Server):
 
     def _close_idle(self) -> None:
         """Close connections on which no request has begun for `read_timeout` seconds."""
-        now, every = time.monotonic(), list[Any](self.server_state.connections)
-        pairs = [(one, one.cycle) for one in every]
-        idle = [pair for pair in pairs if pair[1] is None or pair[1].response_complete]
-        self._idle = {pair: self._idle.get(pair, now) for pair in idle}
-        for (connection, _), since in self._idle.items():
+        now = time.monotonic()
+        idle: dict[Any, float] = {}
+        for connection in list[Any](self.server_state.connections):
+            request = connection.cycle
+            if request is None or request.response_complete:
+                key = (connection, request)
+                idle[key] = self._idle.get(key, now)
+        self._idle = idle
+        for (connection, _), since in idle.items():
             if now - since > self.runner.settings.read_timeout:
                 connection.transport.close()  # what it is still being sent comes to its end
 
@@ -81,7 +92,8 @@ def run(
     """
     listener = listen(runner.settings.host, runner.settings.port)
     allow_connections()
-    if not asyncio.run(serve(Server(runner), listener, lambda: prepare(load), ready)):
+    server = Server(runner)
+    if not asyncio.run(serve(server, listener, lambda: prepare(load), ready)):
         os._exit(0)  # a thread is still loading the model, and it can't be stopped
 
 
@@ -95,19 +107,19 @@ async def serve(
 
     Returns False if the server ended while `load` was running.
     """
-    address, runner = url(listener), server.runner
+    runner = server.runner
     serving = asyncio.create_task(server.serve([listener]))
-    # asyncio does not wait for an executor of one's own
+    # in an executor of its own, as asyncio waits for the default one at its end
     loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), load)
-    both: list[asyncio.Future[Any]] = [serving, loading]
-    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    tasks: list[asyncio.Future[Any]] = [serving, loading]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         await serving
         return False
     if loading.exception() is None and not serving.done():
         runner.attach(*loading.result())
         if runner.unhealthy_reason is None:
-            ready(address)
+            ready(url(listener))
     else:
         server.should_exit = True
     await serving
@@ -125,7 +137,7 @@ def prepare(load: Callable[[], LLM]) -> tuple[LLM, str]:
     llm = load()
     _ = llm.engine.budget
     _ = llm.methods  # loads the drafter, so that no request waits for that
-    llm.generate("Hello", WARM)
+    llm.generate("Hello", WARM_UP)
     llm.reset()
     return llm, fingerprint_of(llm)
 
@@ -146,12 +158,14 @@ def allow_connections() -> None:
     with suppress(ImportError, OSError, ValueError):
         import resource  # not on Windows
 
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def url(listener: socket.socket) -> str:
     """Return the URL by which a browser on this machine reaches the server."""
     host, port = listener.getsockname()[:2]
-    name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{name}]' if ':' in name else name}:{port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    if ":" in host:
+        host = f"[{host}]"
+    return f"http://{host}:{port}"

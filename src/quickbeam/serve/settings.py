@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
+from quickbeam.config import parse_bytes
 from quickbeam.errors import InvalidInput
-from quickbeam.options import parse_bytes
 
 COUNTS = ("max_waiting", "max_waiting_tokens", "max_prompt_tokens")
 SECONDS = ("read_timeout", "queue_timeout", "keep_alive", "heartbeat_limit", "drain_timeout")
@@ -69,15 +69,17 @@ class ServeSettings:
         if not 0 <= self.port <= 65535:
             raise InvalidInput(f"port={self.port}: must be between 0 and 65535 (0: any free one)")
         for name in COUNTS:
-            if (value := getattr(self, name)) is not None and value < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise InvalidInput(f"{name}={value}: must be at least 1")
         parse_bytes(self.max_body, "max_body")
         for name in SECONDS:
-            if not (math.isfinite(value := getattr(self, name)) and value >= 0):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
                 raise InvalidInput(f"{name}={value}: must be a number of seconds of at least 0")
-        for given in (self.served_name, *self.aliases):
-            if given is not None and not given.strip():
-                raise InvalidInput(f"the model's name {given!r} is empty: give another")
+        for model_name in (self.served_name, *self.aliases):
+            if model_name is not None and not model_name.strip():
+                raise InvalidInput(f"the model's name {model_name!r} is empty: give another")
         for key in self.api_keys:
             if not key.isascii() or not key.isprintable() or key.split() != [key]:
                 raise InvalidInput(

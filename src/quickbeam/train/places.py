@@ -1,8 +1,8 @@
-"""Places of text where a drafter is asked for a token.
+"""Places: positions of text, and depths of a draft, at which a drafter is asked for a token.
 
 For each place this gives the drafter's input, the target's likeliest tokens there, and which of
-those the context holds. Routers are trained on places, and measured on held-out ones. At places
-below the first the drafter is unrolled over its own outputs, as in drafting.
+those the context holds. Routers are trained on places, and measured on held-out ones. At depths
+from 1 on the drafter is unrolled over its own outputs, as in drafting.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from quickbeam.errors import InvalidInput
 from quickbeam.train.shards import Shards, collate, spread_lengths
 from quickbeam.train.target import FrozenTarget, TrainingBatch, autocast
 
-LIKELY = 48  # the target's likeliest tokens that are kept of each place
+LIKELY = 48  # the target's likeliest tokens that a place has
 # Tokens that a step of decoding is assumed to emit. Once a step, the likeliest tokens of the last
 # logits join what the context holds.
-STEP = 3
+TOKENS_PER_STEP = 3
 FLOATS = 2**25  # logits that are computed at once
 BATCH_TOKENS = 1024  # tokens of the conversations that the drafter runs at once
 
 
-class _Unrolled:
+class _UnrolledAttention:
     """The attention of training-time test (EAGLE-3, 2503.01840, §3.2).
 
     A row sees the keys of the first pass for all rows up to it. Of each later pass it sees only its
@@ -40,46 +40,60 @@ class _Unrolled:
         self._values: list[torch.Tensor] = []
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
-        self._keys.append(key)
-        self._values.append(value)
-        n, passes = query.shape[2], len(self._keys)
-        own = torch.eye(n, dtype=torch.bool, device=query.device)
-        seen = [torch.ones_like(own).tril(), *[own] * (passes - 1)]
-        # in the pass before the last, keys stand one position further back, and so on
-        window = self._window or n + passes
-        visible = torch.cat([one.triu(passes - k - window) for k, one in enumerate(seen)], 1)
-        keys, values = torch.cat(self._keys, 2), torch.cat(self._values, 2)
-        out = F.scaled_dot_product_attention(query, keys, values, visible, enable_gqa=True)
+        """Return `[b, n, query heads * size]` of `[b, n, heads, size]`, and keep key and value."""
+        dtype = value.dtype
+        self._keys.append(key.to(dtype).transpose(1, 2))
+        self._values.append(value.transpose(1, 2))
+        out = F.scaled_dot_product_attention(
+            query.to(dtype).transpose(1, 2),
+            torch.cat(self._keys, 2),
+            torch.cat(self._values, 2),
+            self._visible(query.shape[1], query.device),
+            enable_gqa=True,
+        )
         return out.transpose(1, 2).flatten(2)
 
+    def _visible(self, n: int, device: torch.device) -> torch.Tensor:
+        """Return which keys of all passes each row sees, `[n, passes * n]` bool."""
+        passes = len(self._keys)
+        window = self._window or n + passes
+        itself = torch.eye(n, dtype=torch.bool, device=device)
+        up_to_itself = torch.ones_like(itself).tril()
+        visible = list[torch.Tensor]()
+        for number in range(passes):
+            mask = itself if number else up_to_itself
+            # in the pass before the last, keys stand one position further back, and so on
+            visible.append(mask.triu(passes - number - window))
+        return torch.cat(visible, 1)
 
-def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Return `[b, n, …]` moved forward in time by `by` places.
 
-    Row i of the result is row i + by of `x`. The last `by` rows are zero.
-    """
-    return torch.cat([x[:, by:], x.new_zeros(x.shape[0], by, *x.shape[2:])], 1) if by else x
+def moved_forward(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Return `[b, n, …]` whose row i is row i + count of `x`. The last `count` rows are zero."""
+    if not count:
+        return x
+    return torch.cat([x[:, count:], x.new_zeros(x.shape[0], count, *x.shape[2:])], 1)
 
 
 def unroll(
     network: EagleHead, batch: TrainingBatch, depths: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Run `depths` passes, and yield of each what it reads, which rows count, and its outputs.
+    """Run `depths` passes, and yield of each what it reads, which rows are asked, and its outputs.
 
-    In pass k, row i drafts the token at i + k + 2 from hidden states up to i. It counts if that
-    token belongs to an answer. The first are `[b, n, d]` (the rest are embeddings of the tokens at
-    i + k + 1), then `[b, n]` bool, m of them set, and `[m, d]`.
+    In pass k, row i drafts the token at i + k + 2 from hidden states up to i. It is asked if that
+    token belongs to an answer. The tensors are `[b, n, d]` (the hidden states; a pass also reads
+    the embeddings of the tokens at i + k + 1), `[b, n]` bool, m of them set, and `[m, d]`.
     """
-    size = network.config.target_size
-    rows = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    embedded, attend = network.embedding(batch.tokens).float(), _Unrolled(network.config.window)
-    hidden = network.fuse(batch.hidden[..., : len(network.config.layers) * size].float())
+    config = network.config
+    attention = _UnrolledAttention(config.window)
+    embedded = network.embedding(batch.tokens).float()
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    hidden = network.fuse(batch.hidden[..., : len(config.layers) * config.target_size].float())
     for depth in range(depths):
-        following = ahead(embedded, depth + 1)
-        out = network(hidden, following, (rows + depth).expand(len(batch.tokens), -1), attend)
-        counts = ahead(batch.answer, depth + 2)
-        yield hidden, counts, out[counts]
+        following = moved_forward(embedded, depth + 1)
+        drafted_positions = (positions + depth).expand(len(batch.tokens), -1)
+        out = network(hidden, following, drafted_positions, attention)
+        asked = moved_forward(batch.answer, depth + 2)
+        yield hidden, asked, out[asked]
         hidden = out
 
 
@@ -113,25 +127,26 @@ def collect_places(
     network: EagleHead,
     target: FrozenTarget,
     shards: Shards,
-    chosen: Sequence[int],
+    indices: Sequence[int],
     depths: int,
     count: int,
     seed: int = 0,
     report: Callable[[float], None] = lambda done: None,
 ) -> Places:
-    """Return at most `count` places in the answers of the `chosen` conversations.
+    """Return at most `count` places in the answers of the conversations at `indices`.
 
     Places are at depths 0 to `depths` - 1. `target` reads the layers that `network` does, and last
     what its own head reads. `report(done)` is called with the share that is done, 0 to 1. Raises
     `InvalidInput` if no place is in an answer.
     """
     generator = torch.Generator().manual_seed(seed)
-    lengths = [len(shards[i].tokens) for i in chosen]
-    parts, collected = list[Places](), 0
+    lengths = [len(shards[index].tokens) for index in indices]
+    parts = list[Places]()
+    collected = 0
     for group in spread_lengths(lengths, BATCH_TOKENS, generator) if lengths else ():
-        batch = target.read(collate([shards[chosen[i]] for i in group]))
+        batch = target.read(collate([shards[indices[i]] for i in group]))
         with autocast(target.device):
-            for places in _by_depth(network, target.head, batch, depths):
+            for places in _places_of_batch(network, target.head, batch, depths):
                 parts.append(places)
                 collected += len(places.tokens)
         report(min(1.0, collected / count))
@@ -142,62 +157,77 @@ def collect_places(
     return Places(*(torch.cat(column)[:count] for column in zip(*parts, strict=True)))
 
 
-def _by_depth(
+def _places_of_batch(
     network: EagleHead, head: torch.Tensor, batch: TrainingBatch, depths: int
 ) -> Iterator[Places]:
-    b, n = batch.tokens.shape
-    last = batch.hidden[..., -head.shape[1] :]
-    present = torch.arange(n, device=batch.tokens.device) < batch.lengths[:, None]
-    likely = torch.zeros(b, n, LIKELY, dtype=torch.int32)
-    mass = torch.zeros(b, n, LIKELY, dtype=torch.float32)
-    values, tokens = _likeliest(last[present], head)
-    likely[present.cpu()], mass[present.cpu()] = tokens.int().cpu(), values.cpu()
-    first_read, first_offered = _first_known(batch, likely, len(head))
-    conversation, position = (
-        index.expand(b, n) for index in (torch.arange(b)[:, None], torch.arange(n))
-    )
-    for depth, (hidden, drafted, _) in enumerate(unroll(network, batch, depths)):
-        counts = drafted.cpu()
-        # hidden states are known up to `at`, so the root is the token after it
-        one, at = conversation[counts], position[counts]
-        candidates = likely[one, at + 1 + depth]
-        in_context = first_read[one[:, None], candidates.long()] <= at[:, None] + 1
-        in_context |= first_offered[one[:, None], candidates.long()] <= at[:, None]
-        in_context |= (candidates[:, :, None] == likely[one, at][:, None, :OFFERED]).any(2)
+    """Yield the places of a batch, those of one depth after the other."""
+    likely, mass = _likely_tokens(batch, head)
+    first_in_text = _first_in_text(batch, len(head))
+    first_offered = _first_offered(batch, likely, len(head))
+    for depth, (hidden, asked, _) in enumerate(unroll(network, batch, depths)):
+        # hidden states are known up to `position`, so the root is the token after it
+        conversation, position = asked.cpu().nonzero(as_tuple=True)
+        drafted = position + 1 + depth  # whose logits give the token that is drafted
+        candidates = likely[conversation, drafted]
+        row = conversation[:, None], candidates.long()
+        in_text = first_in_text[row] <= position[:, None] + 1
+        was_offered = first_offered[row] <= position[:, None]
+        offered = likely[conversation, position][:, None, :OFFERED]
+        is_offered = (candidates[:, :, None] == offered).any(2)
         yield Places(
-            hidden[drafted].to("cpu", torch.bfloat16),
-            ahead(batch.tokens, depth + 1)[drafted].int().cpu(),
-            torch.full((len(at),), depth, dtype=torch.uint8),
-            candidates,
-            mass[one, at + 1 + depth],
-            in_context,
+            hidden=hidden[asked].to("cpu", torch.bfloat16),
+            tokens=moved_forward(batch.tokens, depth + 1)[asked].int().cpu(),
+            depth=torch.full((len(position),), depth, dtype=torch.uint8),
+            likely=candidates,
+            mass=mass[conversation, drafted],
+            in_context=in_text | was_offered | is_offered,
         )
 
 
-def _first_known(
-    batch: TrainingBatch, likely: torch.Tensor, vocab: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions at which each token is first known, `[b, vocab]` twice.
+def _likely_tokens(batch: TrainingBatch, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the target's likeliest tokens after each token, and their probabilities.
 
-    The first tensor says where a conversation first has the token. The second says where a decoding
-    step first learns that the token is one of the `OFFERED` likeliest. Both hold a position behind
-    the text for tokens that never are.
+    Both are `[b, n, LIKELY]` on the CPU, the likeliest first, and zero at padding.
     """
     b, n = batch.tokens.shape
-    positions, never = torch.arange(n).expand(b, n), n + 1
+    likely = torch.zeros(b, n, LIKELY, dtype=torch.int32)
+    mass = torch.zeros(b, n, LIKELY, dtype=torch.float32)
+    in_text = torch.arange(n, device=batch.tokens.device) < batch.lengths[:, None]
+    last_hidden = batch.hidden[..., -head.shape[1] :][in_text]
+    tokens, probabilities = list[torch.Tensor](), list[torch.Tensor]()
+    for rows in torch.split(last_hidden, max(1, FLOATS // len(head))):
+        probs = (rows.to(head.dtype) @ head.T).float().softmax(-1)
+        top = probs.topk(LIKELY)
+        tokens.append(top.indices)
+        probabilities.append(top.values)
+    likely[in_text.cpu()] = torch.cat(tokens).int().cpu()
+    mass[in_text.cpu()] = torch.cat(probabilities).cpu()
+    return likely, mass
+
+
+def _first_in_text(batch: TrainingBatch, vocab: int) -> torch.Tensor:
+    """Return the position at which each conversation first has each token, `[b, vocab]`.
+
+    It is behind the text for a token that the conversation lacks.
+    """
+    b, n = batch.tokens.shape
+    positions = torch.arange(n).expand(b, n)
     tokens = torch.where(positions < batch.lengths.cpu()[:, None], batch.tokens.cpu(), 0)
-    read = torch.full((b, vocab), never).scatter_reduce_(1, tokens, positions, "amin")
-    asked = ahead(batch.answer, 1).cpu() & (positions % STEP == 0)
-    when = torch.where(asked, positions, never)[..., None].expand(-1, -1, OFFERED)
-    offered = torch.full((b, vocab), never).scatter_reduce_(
-        1, likely[..., :OFFERED].long().flatten(1), when.flatten(1), "amin"
-    )
-    return read, offered
+    first = torch.full((b, vocab), n + 1)
+    return first.scatter_reduce_(1, tokens, positions, "amin")
 
 
-def _likeliest(rows: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = [
-        (part.to(head.dtype) @ head.T).float().softmax(-1).topk(LIKELY)
-        for part in torch.split(rows, max(1, FLOATS // len(head)))
-    ]
-    return torch.cat([part.values for part in parts]), torch.cat([part.indices for part in parts])
+def _first_offered(batch: TrainingBatch, likely: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Return the position after which each token is first among the `OFFERED` likeliest ones.
+
+    `[b, vocab]`. Only the last position of a decoding step in an answer counts. It is behind the
+    text for a token that never is.
+    """
+    b, n = batch.tokens.shape
+    positions = torch.arange(n).expand(b, n)
+    never = n + 1
+    ends_step = moved_forward(batch.answer, 1).cpu() & (positions % TOKENS_PER_STEP == 0)
+    offered_at = torch.where(ends_step, positions, never)[..., None].expand(-1, -1, OFFERED)
+    offered = likely[..., :OFFERED].long()
+    first = torch.full((b, vocab), never)
+    return first.scatter_reduce_(1, offered.flatten(1), offered_at.flatten(1), "amin")

@@ -15,11 +15,11 @@ from pathlib import Path
 from quickbeam.errors import InvalidInput, did_you_mean
 
 FIXED = {"option": False}  # fields that no option sets
-# How the model's own questions and documents begin, by language, in words of ours. An instruct
-# model that is given the chat template up to where a user speaks writes what a user would ask. Half
-# of the questions begin with one of these words, so that the text covers what users ask for and not
-# only what the model likes to ask. `code` is about programs, in English. Add none that begins as
-# the questions of a benchmark do that we measure with.
+# How the model's own questions and documents begin, by language. An instruct model that is given
+# the chat template up to where a user speaks writes what a user would ask. Half of the questions
+# begin with one of these words, so that the text covers what users ask for and not only what the
+# model likes to ask. `code` is about programs, in English. Add none with which the questions of a
+# benchmark begin that quickbeam is measured with.
 WORDS = json.loads(resources.files(__package__).joinpath("openers.json").read_text("utf-8"))
 LANGUAGES: tuple[str, ...] = tuple(WORDS["questions"])
 
@@ -29,14 +29,19 @@ def opening_words(kind: str, languages: str) -> list[str]:
 
     Raises `InvalidInput` for a language without any.
     """
-    words, asked = WORDS[kind], [one.strip() for one in languages.split(",")]
-    if unknown := [one for one in asked if one not in words]:
-        raise InvalidInput(
-            f"no language {unknown[0]!r} to write text in: choose among {', '.join(LANGUAGES)}"
-            f"{did_you_mean(unknown[0], LANGUAGES)}"
-        )
-    longest = max(len(words[language]) for language in asked)
-    return [opener for language in asked for opener in islice(cycle(words[language]), longest)]
+    words = WORDS[kind]
+    names = [name.strip() for name in languages.split(",")]
+    for name in names:
+        if name not in words:
+            raise InvalidInput(
+                f"no language {name!r} to write text in: choose among {', '.join(LANGUAGES)}"
+                f"{did_you_mean(name, LANGUAGES)}"
+            )
+    longest = max(len(words[name]) for name in names)
+    openers = list[str]()
+    for name in names:
+        openers += islice(cycle(words[name]), longest)
+    return openers
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Plan:
     """What a drafter is made from."""
 
     model: str | None = field(metadata={"common": True})
-    """Folder, .gguf file, Hugging Face id or built-in model. Default: the built-in one."""
+    """Folder, Hugging Face id or built-in model. Default: the built-in one."""
     out: Path = field(metadata={"common": True, "metavar": "FOLDER"})
     """Folder for text, checkpoints and drafter. A second run goes on from there."""
     tokens: int = field(default=6_000_000, metadata={"min": 1000, "common": True})

@@ -21,7 +21,8 @@ from quickbeam.train.places import Places
 ROUNDS = 4  # of 2-means
 FEATURES = 192  # width of a token's features, in `pifa`
 LABELS = 8  # likeliest tokens of a place that `pifa` counts
-SEEN = 0.05  # a token with less mass in all places has its features predicted from its row
+SEEN_MASS = 0.05  # a token with less mass in all places has its features predicted from its row
+RIDGE = 0.1  # of the linear map that predicts them, for a mean square of 1 a column
 CHUNK = 1024  # places at once
 LEAST_MASS = 0.02  # a place with less mass for the router to find is not trained on
 
@@ -36,31 +37,33 @@ def ranking(counts: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def halve(features: torch.Tensor, size: int) -> torch.Tensor:
-    """Return an order of the rows of `features` `[n, d]` in which neighbours are alike: `[n]`.
+    """Return the indices of the rows of `features` `[n, d]`, neighbours alike: `[n]`.
 
     Rows are halved by balanced spherical 2-means again and again (Parabel, XR-Transformer), down to
-    parts of `size` rows; the last one may have fewer. So the order can be cut into clusters of
-    `size`. On the same machine the order is the same.
+    parts of `size` rows; the last one may have fewer. So the result can be cut into clusters of
+    `size`. On the same machine it is the same.
     """
     generator = torch.Generator().manual_seed(0)
     x = F.normalize(features.float(), dim=1)
-    done, left = list[torch.Tensor](), [torch.arange(len(x))]
-    while left:
-        part = left.pop()
+    clusters = list[torch.Tensor]()
+    stack = [torch.arange(len(x))]
+    while stack:
+        part = stack.pop()
         if len(part) <= size:
-            done.append(part)
+            clusters.append(part)
             continue
-        rows, first = x[part], size
+        rows = x[part]
+        first = size  # rows of the first half: clusters of `size`, a power of 2 of them
         while 2 * first < len(part):
             first *= 2
-        pair = rows[torch.randperm(len(part), generator=generator)[:2]]
+        centres = rows[torch.randperm(len(part), generator=generator)[:2]]
         for _ in range(ROUNDS):
-            order = (rows @ (pair[0] - pair[1])).argsort(descending=True, stable=True)
-            pair = F.normalize(
-                torch.stack([rows[order[:first]].sum(0), rows[order[first:]].sum(0)]), dim=1
-            )
-        left += [part[order[first:]], part[order[:first]]]
-    return torch.cat(done)
+            preference = rows @ (centres[0] - centres[1])
+            order = preference.argsort(descending=True, stable=True)
+            sums = torch.stack([rows[order[:first]].sum(0), rows[order[first:]].sum(0)])
+            centres = F.normalize(sums, dim=1)
+        stack += [part[order[first:]], part[order[:first]]]
+    return torch.cat(clusters)
 
 
 @torch.no_grad()
@@ -71,29 +74,38 @@ def pifa(network: EagleHead, head: torch.Tensor, places: Places) -> torch.Tensor
     aggregation), weighted by mass and projected at random. Tokens that follow almost nowhere get
     what a linear map predicts from their row of the head. The map is fitted to the other tokens.
     """
-    total, weight = torch.zeros(len(head), FEATURES), torch.zeros(len(head))
+    total = torch.zeros(len(head), FEATURES)
+    total_mass = torch.zeros(len(head))
     generator = torch.Generator().manual_seed(0)
     projection = torch.randn(2 * head.shape[1], FEATURES, generator=generator) / FEATURES**0.5
-    for part in torch.split(torch.arange(len(places.tokens)), CHUNK):
-        inputs = normed(places.hidden[part], network.embedding(places.tokens[part].long()))
+    for indices in torch.split(torch.arange(len(places.tokens)), CHUNK):
+        part = places.take(indices)
+        inputs = normed(part.hidden, network.embedding(part.tokens.long()))
         x = F.normalize(inputs, dim=1) @ projection
-        tokens, mass = places.likely[part].long(), places.mass[part]
-        for column in range(LABELS):
-            total.index_add_(0, tokens[:, column], x * mass[:, column, None])
-            weight.index_add_(0, tokens[:, column], mass[:, column])
-    seen, rows = weight > SEEN, F.normalize(head.float(), dim=1)
+        for label in range(LABELS):
+            tokens = part.likely[:, label].long()
+            mass = part.mass[:, label]
+            total.index_add_(0, tokens, x * mass[:, None])
+            total_mass.index_add_(0, tokens, mass)
     features = F.normalize(total, dim=1)
+    rows = F.normalize(head.float(), dim=1)
+    seen = total_mass > SEEN_MASS
     a = rows[seen]
-    ridge = 0.1 * len(a) / a.shape[1] * torch.eye(a.shape[1])
-    features[~seen] = F.normalize(
-        rows[~seen] @ torch.linalg.solve(a.T @ a + ridge, a.T @ features[seen]), dim=1
-    )
+    width = a.shape[1]
+    ridge = RIDGE * len(a) / width * torch.eye(width)
+    linear_map = torch.linalg.solve(a.T @ a + ridge, a.T @ features[seen])
+    features[~seen] = F.normalize(rows[~seen] @ linear_map, dim=1)
     return features
+
+
+def head_rows(network: EagleHead, head: torch.Tensor, places: Places) -> torch.Tensor:
+    """Return DynaSpec's features of each token, `[vocab, d]`: its row of the head."""
+    return head.float()
 
 
 CLUSTERINGS: dict[str, Callable[[EagleHead, torch.Tensor, Places], torch.Tensor]] = {
     "pifa": pifa,
-    "kmeans": lambda network, head, places: head.float(),  # DynaSpec's: the rows of the head
+    "kmeans": head_rows,
 }
 """By the name on the command line: the features that make tokens alike."""
 
@@ -114,13 +126,13 @@ def train_router(
 
     - `cluster_of`: `[vocab]` int64, the cluster of each token, negative for tokens that are always
       scored.
-    - `residual`: it learns to find only what is neither in the list nor in the context, otherwise
-      all that is not in the list (the paper's, without the context beside it).
-    - `width`: of its hidden layer. `batch`: places of a step of AdamW. The rate falls from `lr` to
-      zero as a cosine.
+    - `residual`: the router learns to find only what is neither in the list nor in the context.
+      Otherwise it learns all that is not in the list, as in the paper, which has no context.
+    - `width`: units of the hidden layer. `batch`: places of a step of AdamW. The rate falls from
+      `lr` to zero as a cosine.
 
-    The loss is the cross-entropy of the softmax over clusters with the target's mass on
-    each of them, `LIKELY` tokens counted. A place weighs as much as its mass.
+    The loss is the cross-entropy of the softmax over clusters with the target's mass on each of
+    them, `LIKELY` tokens counted. A place weighs as much as its mass.
 
     Raises `QuickbeamError` for a loss that is not finite.
     """
@@ -139,11 +151,11 @@ def train_router(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator = torch.Generator().manual_seed(seed)
     for epoch in range(epochs):
-        order = useful[torch.randperm(len(useful), generator=generator)]
-        for rows in torch.split(order, batch):
-            log = _scores(network, router, places.take(rows)).log_softmax(-1)
-            picked = log.gather(1, cluster[rows].clamp(min=0)) * mass[rows]
-            loss = -picked.sum() / total[rows].sum()
+        shuffled = useful[torch.randperm(len(useful), generator=generator)]
+        for rows in torch.split(shuffled, batch):
+            log_probs = _scores(network, router, places.take(rows)).log_softmax(-1)
+            weighted = log_probs.gather(1, cluster[rows].clamp(min=0)) * mass[rows]
+            loss = -weighted.sum() / total[rows].sum()
             if not math.isfinite(float(loss.detach())):
                 raise QuickbeamError(
                     f"the router's loss is {float(loss.detach())} in epoch {epoch + 1}: the text's "
@@ -168,18 +180,19 @@ def routed(
     cluster = cluster_of[places.target]
     for rows in torch.split((cluster >= 0).nonzero()[:, 0], CHUNK):
         scores = _scores(network, router, places.take(rows))
-        own = scores.gather(1, cluster[rows][:, None])
-        hit[rows] = (scores > own).sum(1) < count
+        needed = scores.gather(1, cluster[rows][:, None])
+        hit[rows] = (scores > needed).sum(1) < count
     return hit
 
 
 def recall(places: Places, scored: torch.Tensor) -> float:
     """Return the share of places at which the target's likeliest token is scored or in the context.
 
-    `scored` `[n]` bool: whether a way to choose tokens has it.
+    `scored` `[n]` bool: whether the tokens to score include it, by some way to choose them.
     """
-    known = scored | places.in_context[:, 0]
-    return float(known.float().mean()) if len(known) else 0.0
+    if not len(scored):
+        return 0.0
+    return float((scored | places.in_context[:, 0]).float().mean())
 
 
 def _scores(network: EagleHead, router: Router, places: Places) -> torch.Tensor:

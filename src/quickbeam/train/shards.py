@@ -24,8 +24,8 @@ HELD_OUT = 50  # one conversation in this many is never trained on
 class ConversationTokens(NamedTuple):
     """A conversation of n tokens.
 
-    `tokens`: `[n]` int32. `answer`: `[n]` bool, which of them the model says as an answer; a
-    drafter is for those. `temperature`: of the answer.
+    `tokens`: `[n]` int32. `answer`: `[n]` bool, the tokens of the model's answers, which a drafter
+    is for. `temperature`: of the answers.
     """
 
     tokens: torch.Tensor
@@ -36,34 +36,32 @@ class ConversationTokens(NamedTuple):
 class ShardWriter:
     """Collects conversations, and writes a file whenever they have `SHARD` tokens or more.
 
-    Files are named `text-00000.safetensors` and so on. Files that are there stay: a second run
-    adds to them. A file is complete or absent.
+    Files are named `text-00000.safetensors` and so on. Files of an earlier run stay. A file is
+    complete or absent.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.files = len(list(folder.glob("text-*.safetensors")))
-        self._held: list[ConversationTokens] = []
+        self._unwritten: list[ConversationTokens] = []
 
     def add(self, conversation: ConversationTokens) -> None:
-        self._held.append(conversation)
-        if sum(len(c.tokens) for c in self._held) >= SHARD:
+        self._unwritten.append(conversation)
+        if sum(len(c.tokens) for c in self._unwritten) >= SHARD:
             self.flush()
 
     def flush(self) -> None:
-        """Write the conversations that are held. Raises `QuickbeamError` if that fails."""
-        if not self._held:
+        """Write the conversations since the last file. Raises `QuickbeamError` if that fails."""
+        if not self._unwritten:
             return
         tensors = {
-            "tokens": torch.cat([c.tokens for c in self._held]),
-            "answer": torch.cat([c.answer for c in self._held]),
-            "length": torch.tensor([len(c.tokens) for c in self._held]),
-            "temperature": torch.tensor([c.temperature for c in self._held]),
+            "tokens": torch.cat([c.tokens for c in self._unwritten]),
+            "answer": torch.cat([c.answer for c in self._unwritten]),
+            "length": torch.tensor([len(c.tokens) for c in self._unwritten]),
+            "temperature": torch.tensor([c.temperature for c in self._unwritten]),
         }
-        # the number may be taken, if another file was deleted
-        while (path := self.folder / f"text-{self.files:05}.safetensors").exists():
-            self.files += 1
+        path = self._next_path()
         part = path.with_suffix(".part")
         try:
             save_file(tensors, part)
@@ -74,7 +72,16 @@ class ShardWriter:
                 f"{self.folder}: not written ({error}); what is there stays: make room and run "
                 "again"
             ) from error
-        self._held, self.files = [], self.files + 1
+        self._unwritten = []
+        self.files += 1
+
+    def _next_path(self) -> Path:
+        """Return the path of a new file, whose number may be taken if another file was deleted."""
+        while True:
+            path = self.folder / f"text-{self.files:05}.safetensors"
+            if not path.exists():
+                return path
+            self.files += 1
 
 
 class Shards(list[ConversationTokens]):
@@ -87,10 +94,12 @@ class Shards(list[ConversationTokens]):
         super().__init__()
         for path in sorted(folder.glob("*.safetensors")):
             try:
-                tensors: Any = load_file(path)
+                tensors = load_file(path)
                 lengths = tensors["length"].tolist()
-                parts = (tensors[name].split(lengths) for name in ("tokens", "answer"))
-                self.extend(map(ConversationTokens, *parts, tensors["temperature"].tolist()))
+                tokens = torch.split(tensors["tokens"], lengths)
+                answers = torch.split(tensors["answer"], lengths)
+                temperatures = tensors["temperature"].tolist()
+                self.extend(map(ConversationTokens, tokens, answers, temperatures))
             except Exception as error:  # safetensors raises its own kinds
                 raise InvalidInput(f"{path} is not a shard of text ({error}): delete it") from error
         if not self:
@@ -98,22 +107,26 @@ class Shards(list[ConversationTokens]):
 
     @property
     def tokens(self) -> int:
-        return sum(len(one.tokens) for one in self)
+        """How many tokens all conversations have together."""
+        return sum(len(c.tokens) for c in self)
 
     def counts(self, vocab: int) -> torch.Tensor:
         """Return how often each token occurs, `[vocab]` int64."""
-        return torch.bincount(torch.cat([one.tokens for one in self]).long(), minlength=vocab)
+        return torch.bincount(torch.cat([c.tokens for c in self]).long(), minlength=vocab)
 
     def answered_prompts(self, prompts: Sequence[list[int]]) -> list[bool]:
         """Return for each of the `prompts` (token ids) whether the text holds an answer to it.
 
         Of equal prompts, as many are answered as there are answers.
         """
-        there = Counter(tuple(c.tokens[: int(c.answer.int().argmax())].tolist()) for c in self)
-        answered = []
+        answers = Counter[tuple[int, ...]]()
+        for conversation in self:
+            begin = int(conversation.answer.int().argmax())
+            answers[tuple(conversation.tokens[:begin].tolist())] += 1
+        answered = list[bool]()
         for prompt in map(tuple, prompts):
-            answered.append(there[prompt] > 0)
-            there[prompt] -= 1
+            answered.append(answers[prompt] > 0)
+            answers[prompt] -= 1
         return answered
 
 
@@ -123,25 +136,30 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
     An object is `{"prompt": "…"}`, `{"turns": ["…", …]}` (user turns, of which the first is taken)
     or `{"messages": [{"role": …, "content": …}, …]}`. Raises `InvalidInput`, which names the line.
     """
-    prompts = list[list[dict[str, str]]]()  # one a line
+    conversations = list[list[dict[str, str]]]()  # of each line; none of an empty one
     if not path.is_file():
         raise InvalidInput(f"--prompts {path} can't be read: there is no such file")
     try:
         for line in path.read_text(encoding="utf-8-sig").split("\n"):
             record = json.loads(line) if line.strip() else {"messages": []}
-            turns = record.get("messages")
-            if turns is None:
-                first = record["prompt"] if "prompt" in record else record["turns"][0]
-                turns = [{"role": "user", "content": first}]
-            prompts.append([{name: str(m[name]) for name in ("role", "content")} for m in turns])
+            conversations.append(_conversation(record))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InvalidInput(
-            f"--prompts {path}, line {len(prompts) + 1}: can't be read ({error!r}); want "
+            f"--prompts {path}, line {len(conversations) + 1}: can't be read ({error!r}); want "
             '{"prompt": …}, {"turns": […]} or {"messages": […]}'
         ) from error
-    if not any(prompts):
+    if not any(conversations):
         raise InvalidInput(f"--prompts {path}: holds no prompts")
-    return [one for one in prompts if one]
+    return [conversation for conversation in conversations if conversation]
+
+
+def _conversation(record: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the messages of a line's object. Raises an error of any kind for another object."""
+    messages = record.get("messages")
+    if messages is None:
+        question = record["prompt"] if "prompt" in record else record["turns"][0]
+        messages = [{"role": "user", "content": question}]
+    return [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
 
 
 def spread_lengths(
@@ -152,10 +170,10 @@ def spread_lengths(
     Indices of similar length go together. The batches are in random order.
     """
     noise = torch.rand(len(lengths), generator=generator).tolist()
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i] * (0.9 + 0.2 * noise[i]))
+    noisy = [length * (0.9 + 0.2 * noise[i]) for i, length in enumerate(lengths)]
     batches: list[list[int]] = [[]]
     longest = 0
-    for i in order:
+    for i in sorted(range(len(lengths)), key=lambda i: noisy[i]):
         longest = max(longest, lengths[i])
         if batches[-1] and longest * (len(batches[-1]) + 1) > batch:
             batches.append([])
@@ -166,23 +184,22 @@ def spread_lengths(
 
 def collate(conversations: Sequence[ConversationTokens]) -> TrainingBatch:
     """Return conversations as a batch, padded to the longest, without hidden states."""
-    tokens, answer = (
-        pad_sequence(list(column), batch_first=True)
-        for column in zip(*((c.tokens, c.answer) for c in conversations), strict=True)
-    )
+    tokens = pad_sequence([c.tokens for c in conversations], batch_first=True)
+    answer = pad_sequence([c.answer for c in conversations], batch_first=True)
     lengths = torch.tensor([len(c.tokens) for c in conversations])
     return TrainingBatch(tokens.long(), answer, lengths)
 
 
 def split(shards: Shards) -> tuple[list[int], list[int]]:
-    """Return the numbers of the conversations to train on, and of those that are held out.
+    """Return the indices of the conversations to train on, and of those that are held out.
 
-    Both are at least one. Raises `InvalidInput` for fewer than two conversations.
+    There is at least one of each. Raises `InvalidInput` for fewer than two conversations.
     """
     if len(shards) < 2:
         raise InvalidInput(
             "the text is a single conversation, which can't be both trained on and held out: run "
             "`quickbeam train` with more --tokens, a smaller --length, or more --prompts"
         )
-    held = [i for i in range(len(shards)) if i % HELD_OUT == HELD_OUT - 1] or [len(shards) - 1]
-    return sorted(set(range(len(shards))) - set(held)), held
+    count = len(shards)
+    held_out = list(range(HELD_OUT - 1, count, HELD_OUT)) or [count - 1]
+    return sorted(set(range(count)) - set(held_out)), held_out

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
-from quickbeam.models.formats import pick_device
+from quickbeam.models.weights.formats import pick_device
 from quickbeam.train.places import Places, collect_places
 from quickbeam.train.recipes import ShortlistPlan
 from quickbeam.train.router import CLUSTERINGS, halve, ranking, recall, routed, train_router
@@ -32,13 +32,28 @@ from quickbeam.train.target import FrozenTarget, load_target
 
 HELD_PLACES = 20_000  # the most places that the figures are measured on
 SHARES = (0.01, 0.02, 0.03, 0.06, 0.125, 0.25)  # of the vocabulary, in reports
-# By kind of clusters: one token in so many is always scored, but at most so many; tokens of a
-# cluster, but at most a 64th of the vocabulary.
-DEFAULTS = {"pifa": (48, 1024, 16), "kmeans": (12, 2**31, 512)}
 FIGURES = "router.json"
 
 Figures = dict[int, tuple[float, float]]
 """By number of rows of the head: the recall of the list, and of list and router."""
+
+
+class DefaultSizes(NamedTuple):
+    """The sizes of a kind of clusters.
+
+    One token in `vocab_per_listed` is always scored, at most `most_listed`. A cluster has
+    `cluster_size` tokens, at most a 64th of the vocabulary.
+    """
+
+    vocab_per_listed: int
+    most_listed: int
+    cluster_size: int
+
+
+DEFAULT_SIZES = {
+    "pifa": DefaultSizes(vocab_per_listed=48, most_listed=1024, cluster_size=16),
+    "kmeans": DefaultSizes(vocab_per_listed=12, most_listed=2**31, cluster_size=512),
+}
 
 
 class ShortlistTraining:
@@ -56,16 +71,21 @@ class ShortlistTraining:
         plan: ShortlistPlan = ShortlistPlan(),  # noqa: B008
         seed: int = 0,
     ) -> None:
-        self.out, self.plan, self.seed, self.shards = out, plan, seed, Shards(out / "text")
+        self.out = out
+        self.plan = plan
+        self.seed = seed
+        self.shards = Shards(out / "text")
         if is_kind(out, BLOCK):
             raise InvalidInput(
                 f"{out} holds a block drafter: clusters and routers are for feature drafters "
                 "(EAGLE), and its list of frequent tokens was written when it was trained"
             )
-        read, _ = load_target(model, pick_device(None))
-        count, head = read.config.get_text_config().num_hidden_layers, read.get_output_embeddings()
-        vocab, size = head.weight.shape
-        parts = TargetParts(count, size, vocab, read.get_input_embeddings(), head)
+        loaded, _ = load_target(model, pick_device(None))
+        layers = loaded.config.get_text_config().num_hidden_layers
+        head = loaded.get_output_embeddings()
+        vocab, hidden_size = head.weight.shape
+        embedding = loaded.get_input_embeddings()
+        parts = TargetParts(layers, hidden_size, vocab, embedding, head)
         network = load_eagle(out, parts).float()
         config = network.config
         if config.own_head or config.vocab_size != vocab:
@@ -75,11 +95,12 @@ class ShortlistTraining:
                 f"{vocab:,}: give the --model that it was trained for, and a drafter without a "
                 "head of its own"
             )
-        self.target = FrozenTarget(read, (*config.layers, count + 1))
+        self.target = FrozenTarget(loaded, (*config.layers, layers + 1))
         self.network = network.to(self.target.device).eval()
-        share, most, tokens = DEFAULTS[plan.clusters]
-        self.listed = plan.listed or min(max(1, vocab // share), most)
-        self.size = plan.size or min(tokens, max(1, vocab // 64))
+        sizes = DEFAULT_SIZES[plan.clusters]
+        default_listed = min(max(1, vocab // sizes.vocab_per_listed), sizes.most_listed)
+        self.listed = plan.listed or default_listed
+        self.size = plan.size or min(sizes.cluster_size, max(1, vocab // 64))
         if self.listed >= vocab:
             raise InvalidInput(f"--listed {self.listed}: must be 1 to {vocab - 1}")
         self.ranking = ranking(self.counts())
@@ -105,47 +126,76 @@ class ShortlistTraining:
 
     def run(self, report: Callable[[str, float | None], None]) -> Figures:
         """Write the artefact and its figures, and return the figures on held-out text."""
+        plan = self.plan
         train, held = split(self.shards)
-        places = self._collect(train, self.plan.rows, partial(report, "places"))
-        counted = self._collect(held, HELD_PLACES, partial(report, "held-out places"))
+        places = self._collect(train, plan.rows, lambda done: report("places", done))
+        held_places = self._collect(held, HELD_PLACES, lambda done: report("held-out places", done))
         self.to_cpu()
         report("clusters", None)
-        features = CLUSTERINGS[self.plan.clusters](self.network, self.target.head, places)
-        rest = self.ranking[self.listed :].sort().values
-        order = torch.cat([self.ranking[: self.listed], rest[halve(features[rest], self.size)]])
-        layout = Layout(order, self.listed, self.size, len(self.target.head))
+        layout = self._clustered(places)
         report("router", None)
-        plan, clusters, residual = self.plan, layout.cluster_of, self.plan.clusters == "pifa"
-        how = {"width": plan.width, "epochs": plan.router_epochs, "seed": self.seed}
-        router = train_router(self.network, places, clusters, residual, **how)
+        router = train_router(
+            self.network,
+            places,
+            layout.cluster_of,
+            residual=plan.clusters == "pifa",
+            width=plan.width,
+            epochs=plan.router_epochs,
+            seed=self.seed,
+        )
         Artefact(layout, self.ranking, router).save(self.out)
-        figures = self.figures(layout, router, counted)
-        held_out = {rows: {"list": one, "router": both} for rows, (one, both) in figures.items()}
+        figures = self.figures(layout, router, held_places)
         record = {
-            **{name: getattr(plan, name) for name in ("clusters", "width", "depths")},
+            "clusters": plan.clusters,
+            "width": plan.width,
+            "depths": plan.depths,
             "listed": self.listed,
             "size": self.size,
             "text": self.shards.tokens,
             "places": len(places.tokens),
-            "held_out": held_out,
+            "held_out": {
+                rows: {"list": by_list, "router": by_both}
+                for rows, (by_list, by_both) in figures.items()
+            },
         }
         (self.out / FIGURES).write_text(json.dumps(record, indent=2) + "\n")
         return figures
 
-    def _collect(self, chosen: list[int], count: int, report: Callable[[float], None]) -> Places:
-        read, depths = (self.network, self.target, self.shards), self.plan.depths
-        return collect_places(*read, chosen, depths, count, self.seed, report)
+    def _collect(self, indices: list[int], count: int, report: Callable[[float], None]) -> Places:
+        """Return at most `count` places of the conversations at `indices`."""
+        return collect_places(
+            self.network,
+            self.target,
+            self.shards,
+            indices,
+            self.plan.depths,
+            count,
+            self.seed,
+            report,
+        )
+
+    def _clustered(self, places: Places) -> Layout:
+        """Return the vocabulary with its frequent tokens first, and all others in clusters."""
+        features = CLUSTERINGS[self.plan.clusters](self.network, self.target.head, places)
+        frequent = self.ranking[: self.listed]
+        others = self.ranking[self.listed :].sort().values
+        order = torch.cat([frequent, others[halve(features[others], self.size)]])
+        return Layout(order, self.listed, self.size, len(self.target.head))
 
     def figures(self, layout: Layout, router: Router, places: Places) -> Figures:
-        """Measure the list and the router on held-out places, at the `SHARES` that have room."""
+        """Measure the list and the router on held-out places.
+
+        They are measured at those `SHARES` that hold the frequent tokens and a cluster.
+        """
         rank = torch.empty_like(self.ranking)
         rank[self.ranking] = torch.arange(len(rank))
         rank = rank[places.target]
         figures: Figures = {}
-        for rows in (round(len(self.target.head) * share) for share in SHARES):
-            count = (rows - layout.frequent) // layout.size
-            if count > 0:
-                hit = routed(self.network, router, places, layout.cluster_of, count)
-                scored = hit | (rank < layout.frequent)
-                figures[rows] = recall(places, rank < rows), recall(places, scored)
+        for share in SHARES:
+            rows = round(len(self.target.head) * share)
+            clusters = (rows - layout.frequent) // layout.size
+            if clusters > 0:
+                by_router = routed(self.network, router, places, layout.cluster_of, clusters)
+                by_both = by_router | (rank < layout.frequent)
+                figures[rows] = (recall(places, rank < rows), recall(places, by_both))
         return figures

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from quickbeam import hub
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_files import load_block
 from quickbeam.drafters.folder import TargetParts, embed_scale
@@ -23,12 +22,11 @@ from quickbeam.drafters.layouts import BLOCK, is_kind
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
-from quickbeam.models.base import Model
-from quickbeam.models.chat_template import for_template
-from quickbeam.models.eos import model_eos_ids
-from quickbeam.models.formats import pick_device
-from quickbeam.models.loading import load_model
-from quickbeam.models.opening import make_model
+from quickbeam.models import builtin
+from quickbeam.models.opening import open_model
+from quickbeam.models.text.chat_template import for_template
+from quickbeam.models.transformers_class import refuse_file
+from quickbeam.models.weights.formats import pick_device
 from quickbeam.train import text
 from quickbeam.train.block import HeldOutMetrics, new_network
 from quickbeam.train.recipes import Plan, Recipe, opening_words
@@ -49,10 +47,11 @@ class TextStage:
     def __init__(self, plan: Plan) -> None:
         opening_words("questions", plan.languages)  # refused before anything is loaded
         self.plan = plan
-        folder, device = hub.resolve(plan.model), pick_device(None)
-        loaded, self._tokenizer = load_model(folder, torch.bfloat16, device)
-        self._stops = model_eos_ids(loaded, self._tokenizer)
-        self._model: Model = make_model(loaded)
+        folder, device = builtin.resolve(plan.model), pick_device(None)
+        refuse_file(folder)  # which the next stage couldn't read
+        opened = open_model(folder, torch.bfloat16, device)
+        self._model, self._tokenizer = opened.model, opened.tokenizer
+        self._stops = opened.ends
 
     def run(self, report: Callable[[int, float], None]) -> None:
         """Write conversations until there are `tokens` tokens of text, or all prompts are answered.

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from quickbeam import hub
 from quickbeam.drafters.folder import embed_scale
-from quickbeam.models.hf_attention import Features, decoder_layers
-from quickbeam.models.loading import load_model
+from quickbeam.errors import InvalidInput
+from quickbeam.models import builtin
+from quickbeam.models.base import check_layers
 from quickbeam.models.torch.pages import to_device
+from quickbeam.models.transformers_class import load_model
 
 KEPT_BYTES = 16 << 30  # of hidden states on disk, at most
 
@@ -55,16 +57,64 @@ def without_cudnn(device: torch.device) -> AbstractContextManager[None]:
     return sdpa_kernel(others) if device.type == "cuda" else nullcontext()
 
 
-class FrozenTarget:
-    """The hidden states of a model's `layers` (numbers of `Features`), its embedding and its head.
+class HiddenStates:
+    """Hidden states between the layers of a model, caught as it runs.
 
-    `head`: `[vocab, d]`. `norm`: the weight of the last norm, `[d]`, where it is found.
+    `layers`: number i, from 1 to the number of layers, means the residual stream after i layers.
+    One more than the number of layers means what the head reads, after the final norm. Raises
+    `InvalidInput` for others, and for a model whose layers are not one list.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
+        count = model.config.get_text_config().num_hidden_layers
+        check_layers(layers, count)
+        modules = [*decoder_layers(model), model.base_model]
+        self._layers = tuple(layers)
+        self._caught: dict[int, torch.Tensor] = {}
+        self._hooks = [
+            modules[layer - 1].register_forward_hook(partial(self._catch, layer))
+            for layer in set(layers)
+        ]
+
+    def close(self) -> None:
+        """Catch none any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._caught.clear()
+
+    def _catch(self, layer: int, module: nn.Module, args: Any, out: Any) -> None:
+        self._caught[layer] = out if isinstance(out, torch.Tensor) else out[0]
+
+    def take(self) -> torch.Tensor:
+        """Return `[..., n, len(layers) * d]` of the last forward, in the order of `layers`."""
+        states = torch.cat([self._caught[layer] for layer in self._layers], -1)
+        self._caught.clear()
+        return states
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return a model's layers. Raises `InvalidInput` where they are not one list."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = (one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == count)
+    for layers in lists:
+        if any(hasattr(module, "layer_idx") for module in layers[0].modules()):
+            return layers
+    raise InvalidInput(
+        f"{type(model).__name__} keeps its layers in no list of {count}, where they are looked for"
+    )
+
+
+class FrozenTarget:
+    """The hidden states of a model's layers, its embedding and its head.
+
+    `layers`: numbers as of `HiddenStates`. `head`: `[vocab, d]`. `norm`: the weight of the last
+    norm, `[d]`, where it is found.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
         self._model = model.requires_grad_(False).eval()
         self._numbers = tuple(layers)
-        self._features = Features(model, layers)
+        self._hidden_states = HiddenStates(model, layers)
         self.device: torch.device = model.device
         self.head: torch.Tensor = model.get_output_embeddings().weight.detach()
         self.embedding = Embedding(model.get_input_embeddings())
@@ -80,7 +130,7 @@ class FrozenTarget:
         # padding follows the text, and attention is causal: no mask is needed
         with without_cudnn(self.device):
             self._model.base_model(input_ids=batch.tokens, use_cache=False)
-        return batch._replace(hidden=self._features.take())
+        return batch._replace(hidden=self._hidden_states.take())
 
     def digest(self) -> str:
         """Return a hash of what hidden states depend on: configuration, layers and all weights."""
@@ -93,7 +143,7 @@ class FrozenTarget:
     def to_cpu(self) -> None:
         """Give the model up but for the embedding and the head, which move to the CPU."""
         del self._model, self.layers
-        self._features.close()
+        self._hidden_states.close()
         self.device, self.head = torch.device("cpu"), self.head.cpu()
         self.embedding.cpu()
 
@@ -205,7 +255,7 @@ def load_target(model: str | None, device: torch.device) -> tuple[PreTrainedMode
     `x @ head` and 19 for `x @ head.T`, and 150 in float32.
     """
     dtype = torch.bfloat16 if fast_bfloat16(device) else torch.float32
-    return load_model(hub.resolve(model), dtype, device)
+    return load_model(builtin.resolve(model), dtype, device)
 
 
 def fast_bfloat16(device: torch.device) -> bool:

@@ -11,7 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,7 @@ from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Model
-from quickbeam.models.chat_template import for_template
+from quickbeam.models.text.chat_template import for_template
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.train.recipes import WORDS, opening_words
@@ -30,11 +30,12 @@ from quickbeam.train.shards import ConversationTokens
 # What users say before and after a longer text, and whether the model goes on with their turn. The
 # answer repeats much of what stands far before it.
 QUOTES: Sequence[tuple[str, str, bool]] = WORDS["quotes"]
-# how many answers, and how many documents, are kept for quotes; shorter ones are not kept
-REMEMBERED, LEAST = 256, 32
+QUOTABLE = 256  # how many answers, and how many documents, may be quoted
+LEAST_QUOTABLE = 32  # tokens; shorter ones are not quoted
 DOCUMENT = 256  # tokens of a document
-# of users' turns and of documents: at a higher one, small models write no sentences
-USER_TEMPERATURE, DOCUMENT_TEMPERATURE = 0.9, 0.8
+# At higher temperatures, small models write no sentences.
+USER_TEMPERATURE = 0.9
+DOCUMENT_TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,13 @@ class TextRecipe:
     """How text is written.
 
     A conversation holds at most `length` tokens, a user turn at most `question` beside what it
-    quotes. Half of the answers are greedy, the others sampled at a temperature between 0 and 1. One
-    that repeats itself for `repetition` tokens ends the conversation.
+    quotes. Half of the answers are greedy, the others sampled at a temperature between 0 and 1. An
+    answer that repeats itself for `repetition` tokens ends the conversation.
 
     `quote`: the share of conversations that begin with a text, which is made of earlier answers or
     documents and fills up to two thirds of `length`. Half as many conversations are documents,
-    which are both quoted and trained on.
+    which are both quoted and trained on. User turns and documents begin with one of `openers` and
+    `documents`.
     """
 
     length: int = 512
@@ -84,17 +86,17 @@ class Template:
             raise InvalidInput(
                 "the model has no chat template to write questions from: give --prompts FILE.jsonl"
             )
-        marks = "⟦user⟧", "⟦answer⟧", "⟦more⟧"
-        turns = [
+        marks = ("⟦user⟧", "⟦answer⟧", "⟦more⟧")
+        messages = [
             {"role": role, "content": mark}
             for role, mark in zip(("user", "assistant", "user"), marks, strict=True)
         ]
-        turns = for_template(tokenizer.get_chat_template(), turns)
-        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        pieces = []
+        messages = for_template(tokenizer.get_chat_template(), messages)
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        pieces = list[list[int]]()
         for mark in marks:
-            before, mark_there, text = text.partition(mark)
-            if not mark_there:
+            before, separator, text = text.partition(mark)
+            if not separator:
                 break
             pieces.append(tokenizer(before, add_special_tokens=False)["input_ids"])
         if len(pieces) < 3 or not pieces[0] or not pieces[1]:
@@ -104,18 +106,26 @@ class Template:
             )
         begin, reply, again = pieces
         return Template(
-            begin, reply, again, frozenset({*eos_ids, reply[0]}), list(tokenizer("")["input_ids"])
+            begin=begin,
+            reply=reply,
+            again=again,
+            stops=frozenset({*eos_ids, reply[0]}),
+            raw=list(tokenizer("")["input_ids"]),
         )
 
 
 class Dialogue:
-    """One conversation in the making.
+    """One conversation that is being written.
 
     It begins with `tokens`. Then the model goes on if `answering`, else a user. `temperature`: of
     the model's answers. `document`: the conversation is one document, which counts as an answer
-    after its first words. `turn`: tokens of the current turn. `repeated`: tokens in a row, up to
-    the last, that each ended a known trigram: small models' answers repeat themselves, and that is
-    soon drafted right.
+    after its first words.
+
+    - `answer`: for each token, whether it belongs to an answer.
+    - `turn_length`: tokens of the current turn so far.
+    - `repeated`: tokens in a row, up to the last, that each end a trigram which occurred before.
+      Small models' answers repeat themselves, and that is soon drafted right.
+    - `over`: whether the conversation is complete.
     """
 
     def __init__(
@@ -126,36 +136,202 @@ class Dialogue:
         answering: bool = False,
         document: bool = False,
     ) -> None:
-        self.tokens, self.answer = list(tokens), [False] * len(tokens)
-        self.temperature, self.answering, self.document = temperature, answering, document
-        self.turn, self.over, self.repeated = 0, False, 0
-        self._seen, self._last = set[tuple[int, ...]](), tuple[int, ...]()
+        self.tokens = list(tokens)
+        self.answer = [False] * len(tokens)
+        self.temperature = temperature
+        self.answering = answering
+        self.document = document
+        self.turn_length = 0
+        self.over = False
+        self.repeated = 0
+        self._trigrams = set[tuple[int, ...]]()
+        self._last = tuple[int, ...]()
 
     def append(self, token: int) -> None:
         """Append the next token of the one who speaks."""
         self.tokens.append(token)
         self.answer.append(self.answering)
-        self.turn += 1
+        self.turn_length += 1
         self._last = (*self._last[-2:], token)
-        self.repeated = self.repeated + 1 if self._last in self._seen else 0
-        self._seen.add(self._last)
+        self.repeated = self.repeated + 1 if self._last in self._trigrams else 0
+        self._trigrams.add(self._last)
 
     def conversation(self) -> ConversationTokens:
         """Return the conversation, once it is `over`."""
-        tokens, answer = torch.tensor(self.tokens, dtype=torch.int32), torch.tensor(self.answer)
-        return ConversationTokens(tokens, answer, self.temperature)
+        tokens = torch.tensor(self.tokens, dtype=torch.int32)
+        return ConversationTokens(tokens, torch.tensor(self.answer), self.temperature)
+
+
+class Quote(NamedTuple):
+    """What a user says `before` and `after` a longer text, in token ids.
+
+    `complete`: whether the user's turn ends there. Otherwise the model goes on with it.
+    """
+
+    before: list[int]
+    after: list[int]
+    complete: bool
+
+
+class DialogueSource:
+    """Begins conversations, and decides when a turn ends and who speaks next.
+
+    - `encode`: returns the token ids of a text.
+    - `template`: what the model's own questions need. None: the `prompts` are answered.
+    - `stops`: the ids that end a turn.
+    - `prompts`: conversations in token ids whose last turn is the user's, in place of the model's
+      own questions.
+    - `random`: makes all choices.
+
+    Raises `InvalidInput` if the template or all prompts are longer than a conversation may be.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str], list[int]],
+        template: Template | None,
+        stops: frozenset[int],
+        recipe: TextRecipe,
+        prompts: Sequence[list[int]] | None,
+    ) -> None:
+        if template is not None and len(template.begin + template.reply) >= recipe.length:
+            raise InvalidInput(
+                f"the chat template alone fills {recipe.length} tokens: raise --length"
+            )
+        self.random = random.Random(recipe.seed)
+        self._template = template
+        self._stops = stops
+        self._recipe = recipe
+        self._openers = [encode(opener) for opener in recipe.openers]
+        self._documents = [encode(words) for words in recipe.documents]
+        self._quotes = [
+            Quote(encode(before), encode(after), not goes_on) for before, after, goes_on in QUOTES
+        ]
+        self._paragraph = encode("\n\n")  # stands between passages of a quote
+        self._past_answers = deque[list[int]](maxlen=QUOTABLE)
+        self._past_documents = deque[list[int]](maxlen=QUOTABLE)
+        self._prompts: Iterator[list[int]] | None = None
+        if prompts is not None:
+            fitting = [ids for ids in prompts if len(ids) < recipe.length - 1]
+            if not fitting:
+                raise InvalidInput(
+                    f"every prompt is longer than {recipe.length} tokens: raise --length"
+                )
+            self._prompts = iter(fitting)
+
+    def begin(self) -> Dialogue | None:
+        """Return a conversation to begin with; None if all prompts are answered."""
+        temperature = 0.0 if self.random.random() < 0.5 else self.random.random()
+        if self._prompts is not None:
+            prompt = next(self._prompts, None)
+            return None if prompt is None else Dialogue(prompt, temperature, answering=True)
+        assert self._template is not None
+        begin = self._template.begin
+        share = self._recipe.quote
+        draw = self.random.random()
+        if self._documents and share <= draw < 1.5 * share:
+            words = self._template.raw + self.random.choice(self._documents)
+            return Dialogue(words, DOCUMENT_TEMPERATURE, answering=True, document=True)
+        if self._past_answers and draw < share:
+            words, complete = self._quote()
+            reply = self._template.reply if complete else []
+            return Dialogue(begin + words + reply, temperature, answering=complete)
+        return Dialogue(begin + self._opener(), temperature)
+
+    def end_turn(self, dialogue: Dialogue) -> bool:
+        """Return whether a turn has ended. Then the other speaker goes on, or all is `over`."""
+        if len(dialogue.tokens) >= self._recipe.length:
+            dialogue.over = True
+            return True
+        if dialogue.document:
+            return self._end_document(dialogue)
+        if dialogue.answering:
+            return self._end_answer(dialogue)
+        return self._end_question(dialogue)
+
+    def _end_document(self, dialogue: Dialogue) -> bool:
+        stopped = dialogue.tokens[-1] in self._stops
+        repeating = dialogue.repeated >= self._recipe.repetition
+        dialogue.over = stopped or repeating or dialogue.turn_length >= DOCUMENT
+        if dialogue.over and dialogue.turn_length > LEAST_QUOTABLE:
+            begin = len(self._template.raw) if self._template else 0
+            end = len(dialogue.tokens) - stopped
+            self._past_documents.append(dialogue.tokens[begin:end])
+        return dialogue.over
+
+    def _end_answer(self, dialogue: Dialogue) -> bool:
+        if dialogue.repeated >= self._recipe.repetition:
+            dialogue.over = True
+            return True
+        if dialogue.tokens[-1] not in self._stops:
+            return False
+        if dialogue.turn_length > LEAST_QUOTABLE:
+            self._past_answers.append(dialogue.tokens[-dialogue.turn_length : -1])
+        # half of the conversations that are not too long go on
+        too_long = len(dialogue.tokens) > self._recipe.length * 0.6
+        if self._template is None or too_long or self.random.random() < 0.5:
+            dialogue.over = True
+        else:
+            self._hand_over(dialogue, self._template.again, self._opener())
+        return True
+
+    def _end_question(self, dialogue: Dialogue) -> bool:
+        stopped = dialogue.tokens[-1] in self._stops
+        if not stopped and dialogue.turn_length < self._recipe.question:
+            return False
+        assert self._template is not None
+        self._hand_over(dialogue, self._template.reply)
+        return True
+
+    def _hand_over(self, dialogue: Dialogue, between: list[int], words: Sequence[int] = ()) -> None:
+        """Give the turn to the other speaker, who begins with `words`.
+
+        The template says `between` before them. Its first token may be there already.
+        """
+        is_there = between[:1] == dialogue.tokens[-1:]
+        capacity = self._recipe.length - len(dialogue.tokens)
+        words = [*between[is_there:], *words][:capacity]
+        dialogue.tokens += words
+        dialogue.answer += [False] * len(words)
+        dialogue.answering = not dialogue.answering
+        dialogue.turn_length = 0
+        dialogue.over = len(dialogue.tokens) >= self._recipe.length
+
+    def _quote(self) -> tuple[list[int], bool]:
+        """Return a user turn around a text, and whether the turn is complete.
+
+        The text is made of one or several earlier answers or documents.
+        """
+        quote = self.random.choice(self._quotes)
+        length = int(self._recipe.length * self.random.uniform(0.1, 2 / 3))
+        texts = self._past_answers
+        if self._past_documents and self.random.random() < 2 / 3:
+            texts = self._past_documents
+        passage = list[int]()
+        for text in self.random.sample(texts, len(texts)):
+            if len(passage) >= length:
+                break
+            passage += (self._paragraph if passage else []) + text
+        return quote.before + passage[:length] + quote.after, quote.complete
+
+    def _opener(self) -> list[int]:
+        """Return words with which a user begins, for half of the turns none."""
+        if self._openers and self.random.random() < 0.5:
+            return self.random.choice(self._openers)
+        return []
 
 
 class Writer:
     """Writes conversations, `slots` of them side by side.
 
     Iterating over it yields them, until all `prompts` are answered or all `tokens` written.
-    `prompts`: conversations in token ids whose last turn is the user's, in place of the model's own
-    questions. `tokens`: how many are wanted; no conversation is begun that is likely not needed.
-    `stepped` is called after every pass with the number of tokens in conversations that are not
-    complete yet.
 
-    Raises `InvalidInput` if the template or all prompts are longer than a conversation may be.
+    - `encode`, `template`, `stops`, `prompts`: see `DialogueSource`.
+    - `tokens`: how many are wanted. No conversation is begun that is likely not needed.
+    - `stepped`: called after every pass with the number of tokens in conversations that are not
+      complete yet.
+
+    Raises `InvalidInput` as `DialogueSource` does.
     """
 
     def __init__(
@@ -172,71 +348,72 @@ class Writer:
     ) -> None:
         if (limit := model.context_length) is not None:
             recipe = replace(recipe, length=min(recipe.length, limit))
-        if template is not None and len(template.begin + template.reply) >= recipe.length:
-            raise InvalidInput(
-                f"the chat template alone fills {recipe.length} tokens: raise --length"
-            )
-        self._model, self._slots = model, slots
-        self._template, self._stops, self._recipe = template, stops, recipe
-        self._openers = [encode(opener) for opener in recipe.openers]
-        self._quotes = [(encode(before), encode(after), more) for before, after, more in QUOTES]
-        self._between = encode("\n\n")  # stands between passages of a quote
-        self._documents = [encode(words) for words in recipe.documents]
-        # kept for quotes; `_written` are documents
-        self._answers, self._written = (deque[list[int]](maxlen=REMEMBERED) for _ in range(2))
-        self._prompts: list[list[int]] | None = None
-        if prompts is not None:
-            self._prompts = [ids for ids in prompts if len(ids) < recipe.length - 1]
-            if not self._prompts:
-                raise InvalidInput(
-                    f"every prompt is longer than {recipe.length} tokens: raise --length"
-                )
-        self._random = random.Random(recipe.seed)
-        self._next = 0
-        self._wanted, self._stepped = tokens, stepped
-        self._complete = 0  # tokens of complete conversations
+        self._model = model
+        self._slots = slots
+        self._recipe = recipe
+        self._source = DialogueSource(encode, template, stops, recipe, prompts)
+        self._wanted = tokens
+        self._stepped = stepped
+        self._complete_tokens = 0  # of complete conversations
 
     def __iter__(self) -> Iterator[ConversationTokens]:
-        # each turn is a request; the cache holds what stands before it
+        # each turn is a request; the prefix cache holds what stands before it
         engine = Engine(self._model, most=self._slots)
-        running, done = dict[SequenceState, Dialogue](), 0
+        running = dict[SequenceState, Dialogue]()
+        done = 0
         try:
             self._fill(engine, running)
             while running:
                 engine.step()
                 for sequence, dialogue in list(running.items()):
-                    if sequence.error is not None:
-                        raise sequence.error
-                    if len(sequence.output.token_ids) == dialogue.turn:  # it is being read
-                        continue
-                    dialogue.append(sequence.output.token_ids[-1])
-                    if not self._turn_ends(dialogue):
+                    if not self._turn_ended(sequence, dialogue):
                         continue
                     engine.cancel(sequence)
                     del running[sequence]
                     if not dialogue.over:
                         running[engine.add(self._request(dialogue))] = dialogue
                         continue
-                    if (done := done + 1) % self._slots == 0:
-                        engine.forget()  # what is kept of all conversations would fill the memory
+                    done += 1
+                    if done % self._slots == 0:
+                        engine.forget()  # the prefixes of all conversations would fill the memory
                     if any(dialogue.answer):
-                        self._complete += len(dialogue.tokens)
+                        self._complete_tokens += len(dialogue.tokens)
                         yield dialogue.conversation()
                 self._fill(engine, running)
                 self._stepped(sum(len(dialogue.tokens) for dialogue in running.values()))
         finally:
             engine.close()
 
+    def _turn_ended(self, sequence: SequenceState, dialogue: Dialogue) -> bool:
+        """Append the token that a pass brought, and return whether a turn ended with it.
+
+        Raises the error of a sequence that failed.
+        """
+        if sequence.error is not None:
+            raise sequence.error
+        token_ids = sequence.output.token_ids
+        if len(token_ids) == dialogue.turn_length:  # its prompt is being read
+            return False
+        dialogue.append(token_ids[-1])
+        return self._source.end_turn(dialogue)
+
     def _request(self, dialogue: Dialogue) -> Request:
-        temperature = dialogue.temperature if dialogue.answering else USER_TEMPERATURE
-        room, seed = self._recipe.length - len(dialogue.tokens), self._random.getrandbits(63)
-        params = SamplingParams(room, temperature, seed=seed, ignore_eos=True)
+        """Return the request of a turn."""
+        params = SamplingParams(
+            max_tokens=self._recipe.length - len(dialogue.tokens),
+            temperature=dialogue.temperature if dialogue.answering else USER_TEMPERATURE,
+            seed=self._source.random.getrandbits(63),
+            ignore_eos=True,
+        )
         sampler = Sampler(params, (), self._model.vocab_size)
-        return Request(dialogue.tokens, params, NoDraft(), Output(NullTokenizer(), params), sampler)
+        output = Output(NullTokenizer(), params)
+        return Request(dialogue.tokens, params, NoDraft(), output, sampler)
 
     def _fill(self, engine: Engine, running: dict[SequenceState, Dialogue]) -> None:
+        """Begin conversations while slots are free and text is wanted."""
         while len(running) < self._slots and not self._enough(running.values()):
-            if (dialogue := self._fresh()) is None:
+            dialogue = self._source.begin()
+            if dialogue is None:
                 break
             if len(dialogue.tokens) < self._recipe.length:
                 running[engine.add(self._request(dialogue))] = dialogue
@@ -244,90 +421,11 @@ class Writer:
     def _enough(self, running: Iterable[Dialogue]) -> bool:
         """Return whether the conversations so far likely come to the tokens that are asked for.
 
-        Each of those that run counts as half of the room at least. (The mean of the complete ones
-        is too short for them, because short ones are complete first.)
+        Each running conversation counts as half of the longest one at least. (The mean of the
+        complete ones is too short for them, because short ones are complete first.)
         """
         if self._wanted is None:
             return False
         half = self._recipe.length // 2
-        coming = sum(max(half, len(dialogue.tokens)) for dialogue in running)
-        return self._complete + coming >= self._wanted
-
-    def _fresh(self) -> Dialogue | None:
-        temperature = 0.0 if self._random.random() < 0.5 else self._random.random()
-        if self._prompts is not None:
-            if self._next == len(self._prompts):
-                return None
-            ids = self._prompts[self._next]
-            self._next += 1
-            return Dialogue(ids, temperature, answering=True)
-        assert self._template is not None
-        kind, quote = self._random.random(), self._recipe.quote
-        if self._documents and quote <= kind < 1.5 * quote:
-            words = self._template.raw + self._random.choice(self._documents)
-            return Dialogue(words, DOCUMENT_TEMPERATURE, answering=True, document=True)
-        if self._answers and kind < quote:
-            words, complete = self._quote()
-            reply = self._template.reply if complete else []
-            return Dialogue(self._template.begin + words + reply, temperature, answering=complete)
-        return Dialogue(self._template.begin + self._opener(), temperature)
-
-    def _quote(self) -> tuple[list[int], bool]:
-        """Return a user turn around a text, and whether the turn is complete.
-
-        The text is made of one or several earlier answers or documents.
-        """
-        before, after, open_end = self._random.choice(self._quotes)
-        passage, room = list[int](), int(self._recipe.length * self._random.uniform(0.1, 2 / 3))
-        texts = self._written if self._written and self._random.random() < 2 / 3 else self._answers
-        for text in self._random.sample(texts, len(texts)):
-            if len(passage) < room:
-                passage += (self._between if passage else []) + text
-        return before + passage[:room] + after, not open_end
-
-    def _opener(self) -> list[int]:
-        opens = self._openers and self._random.random() < 0.5
-        return self._random.choice(self._openers) if opens else []
-
-    def _turn_ends(self, dialogue: Dialogue) -> bool:
-        """Return whether a turn has ended. Then the other speaker goes on, or all is `over`."""
-        recipe, template = self._recipe, self._template
-        ended = dialogue.tokens[-1] in self._stops
-        dialogue.over = len(dialogue.tokens) >= recipe.length
-        repeating = dialogue.repeated >= recipe.repetition
-        if dialogue.over:
-            return True
-        if dialogue.document:
-            dialogue.over = ended or repeating or dialogue.turn >= DOCUMENT
-            if dialogue.over and dialogue.turn > LEAST:
-                begin = len(template.raw) if template else 0
-                self._written.append(dialogue.tokens[begin : len(dialogue.tokens) - ended])
-        elif dialogue.answering:
-            if repeating or not ended:
-                dialogue.over = repeating
-                return repeating
-            if dialogue.turn > LEAST:
-                self._answers.append(dialogue.tokens[-dialogue.turn : -1])
-            # Half of the conversations that have room go on.
-            full = template is None or len(dialogue.tokens) > recipe.length * 0.6
-            dialogue.over = full or self._random.random() < 0.5
-            if template is not None and not dialogue.over:
-                self._hand_over(dialogue, template.again, self._opener())
-            return True
-        elif ended or dialogue.turn >= recipe.question:
-            assert template is not None
-            self._hand_over(dialogue, template.reply)
-            return True
-        return dialogue.over
-
-    def _hand_over(self, dialogue: Dialogue, between: list[int], words: Sequence[int] = ()) -> None:
-        """Give the turn to the other speaker, who begins with `words`.
-
-        The template says `between` before them, whose first token may be there already.
-        """
-        known = between[:1] == dialogue.tokens[-1:]
-        words = [*between[known:], *words][: self._recipe.length - len(dialogue.tokens)]
-        dialogue.tokens += words
-        dialogue.answer += [False] * len(words)
-        dialogue.answering, dialogue.turn = not dialogue.answering, 0
-        dialogue.over = len(dialogue.tokens) >= self._recipe.length
+        expected = sum(max(half, len(dialogue.tokens)) for dialogue in running)
+        return self._complete_tokens + expected >= self._wanted

@@ -24,20 +24,20 @@ from quickbeam.models.torch.pages import to_device
 from quickbeam.train.block import (
     HeldOutMetrics,
     LossVocabulary,
+    block_loss,
     draft,
-    loss_of,
     measure_held_out,
-    place_blocks,
+    sample_blocks,
 )
 from quickbeam.train.muon import Muon
 from quickbeam.train.recipes import Recipe
 from quickbeam.train.shards import Shards, collate, split, spread_lengths
 from quickbeam.train.target import FrozenTarget, StateCache, TrainingBatch, autocast
 
-HIDDEN = "hidden"  # the folder of hidden states, in that of the training
-# First share of the run, in which every token counts, those of users too: text is expensive, and
-# what users write holds what answers don't. After that only answers count.
-WHOLE = 0.5
+HIDDEN_FOLDER = "hidden"  # of hidden states, in the folder of the training
+# The first share of the run, in which all tokens are trained on, those of users too: text is
+# expensive, and what users write holds what answers don't. After that only answers are.
+ALL_TOKENS_SHARE = 0.5
 CLIP = 1.0  # the largest norm of the gradient
 CHECK_TOKENS = 5_000  # held-out tokens of a report
 FINAL_TOKENS = 50_000  # and of the final figures
@@ -65,24 +65,25 @@ def optimizers(network: BlockNetwork, lr: float) -> list[torch.optim.Optimizer]:
     Muon makes a step's singular values equal. Scaled to AdamW's size of steps it takes the same
     learning rate, and needs fewer steps.
     """
-    within = {"layers", "fc"}
-    named = [(name.partition(".")[0] in within, one) for name, one in network.named_parameters()]
-    matrices = [one for inside, one in named if inside and one.dim() == 2]
-    rest = [one for inside, one in named if not (inside and one.dim() == 2)]
+    matrices = list[torch.nn.Parameter]()
+    others = list[torch.nn.Parameter]()
+    for name, parameter in network.named_parameters():
+        is_matrix = name.startswith(("layers.", "fc.")) and parameter.dim() == 2
+        (matrices if is_matrix else others).append(parameter)
     return [
         Muon(matrices, lr),
-        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
 
 class Trainer:
     """Trains a block drafter on `tokens` tokens of the text in the folder `text`, again and again.
 
-    `folder` gets `checkpoint.pt` (from which a next run resumes) and the drafter, every so many
-    seconds, and `log.jsonl`, a line a report. Until the end it also has hidden states of the text,
-    if the CPU trains (`StateCache`). The text may grow meanwhile: each round takes what is there
-    when it begins.
-    `trained`: the network is no new one, and needs no first phase (`WHOLE`, `block.LEAD`).
+    `folder` gets `checkpoint.pt`, from which a next run resumes, and the drafter, both every
+    `save_every` seconds. It gets a line of `log.jsonl` every `report_every` seconds. Until the end
+    it also has hidden states of the text, if the CPU trains (`StateCache`). The text may grow
+    meanwhile: each round takes what is there when it begins. `trained`: the network is no new one,
+    and needs no first phase (`ALL_TOKENS_SHARE`, `block.ENTROPY_SHARE`).
 
     Raises `InvalidInput` for a checkpoint of another training.
     """
@@ -95,15 +96,25 @@ class Trainer:
         recipe: Recipe,
         tokens: int,
         folder: Path,
-        every: float = 50.0,
+        save_every: float = 50.0,
         report_every: float = 300.0,
         trained: bool = False,
     ) -> None:
-        self.network, self.target, self.recipe = network.to(target.device), target, recipe
-        self.text, self.folder, self.every, self.report_every = text, folder, every, report_every
-        self.total, self._trained = tokens, trained
+        self.network = network.to(target.device)
+        self.target = target
+        self.recipe = recipe
+        self.text = text
+        self.folder = folder
+        self.save_every = save_every
+        self.report_every = report_every
+        self.total = tokens
+        self._trained = trained
         self.checkpoint = folder / "checkpoint.pt"
-        self.step = self.seen = self.round = self.batch = 0
+        # where the training stands, as the checkpoint holds it
+        self.step = 0
+        self.seen = 0
+        self.round = 0
+        self.batch = 0  # batches of this round that were begun
         self.seconds = 0.0
         self.shards = Shards(text)
         self.conversations = len(self.shards)  # of this round
@@ -111,18 +122,19 @@ class Trainer:
         self._resume()
         self._held = split(self.shards)[1]
         self._vocabulary = LossVocabulary(self.shards.counts(len(target.head)), recipe.loss_vocab)
-        self._states = StateCache.of(target, folder / HIDDEN)
-        self._figures = list[torch.Tensor]()  # [2] each: loss and norm of steps since a report
+        self._states = StateCache.of(target, folder / HIDDEN_FOLDER)
+        # of each step since the last report, loss and norm of the gradient: [2]
+        self._losses_and_norms = list[torch.Tensor]()
 
     def _resume(self) -> None:
         if not self.checkpoint.is_file():
-            shutil.rmtree(self.folder / HIDDEN, ignore_errors=True)  # of another training
+            shutil.rmtree(self.folder / HIDDEN_FOLDER, ignore_errors=True)  # of another training
             return
         try:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
             self.network.load_state_dict(state["network"])
-            for one, saved in zip(self._optimizers, state["optimizers"], strict=True):
-                one.load_state_dict(saved)
+            for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
             for name, value in state["counters"].items():
                 setattr(self, name, value)
         except Exception as error:  # of any kind, by what the file holds
@@ -136,12 +148,19 @@ class Trainer:
 
         Raises `QuickbeamError` as `run` does, and then writes nothing.
         """
-        self._losses()
-        names = ("step", "seen", "round", "batch", "conversations", "seconds")
+        self._finite_losses()
+        counters = {
+            "step": self.step,
+            "seen": self.seen,
+            "round": self.round,
+            "batch": self.batch,
+            "conversations": self.conversations,
+            "seconds": self.seconds,
+        }
         state = {
             "network": self.network.state_dict(),
-            "optimizers": [one.state_dict() for one in self._optimizers],
-            "counters": {name: getattr(self, name) for name in names},
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "counters": counters,
         }
         part = self.checkpoint.with_suffix(".part")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -155,15 +174,17 @@ class Trainer:
         Each round has a new random order.
         """
         while True:
-            chosen = [i for i in split(self.shards)[0] if i < self.conversations]
+            indices = [i for i in split(self.shards)[0] if i < self.conversations]
             generator = torch.Generator().manual_seed(self.recipe.seed + self.round)
-            lengths = [len(self.shards[i].tokens) for i in chosen]
-            order = spread_lengths(lengths, self.recipe.batch, generator)
-            for number in range(self.batch, len(order)):
-                self.batch = number + 1
-                yield collate([self.shards[chosen[i]] for i in order[number]])
+            lengths = [len(self.shards[i].tokens) for i in indices]
+            groups = spread_lengths(lengths, self.recipe.batch, generator)
+            for group in groups[self.batch :]:
+                self.batch += 1
+                yield collate([self.shards[indices[i]] for i in group])
             self.shards = Shards(self.text)
-            self.round, self.batch, self.conversations = self.round + 1, 0, len(self.shards)
+            self.round += 1
+            self.batch = 0
+            self.conversations = len(self.shards)
 
     def run(self, report: Callable[[Report], None]) -> HeldOutMetrics:
         """Train to the end, and return the held-out figures of the result.
@@ -174,53 +195,60 @@ class Trainer:
         """
         batches = self.batches()
         saved = reported = began = time.perf_counter()
-        before, fresh = self.seconds, self.seen
+        seconds_before = self.seconds
+        seen_before = self.seen
         while self.seen < self.total:
             batch = next(batches)
-            self._figures.append(self._step(batch))
-            self.step, self.seen = self.step + 1, self.seen + int(batch.lengths.sum())
+            self._losses_and_norms.append(self._step(batch))
+            self.step += 1
+            self.seen += int(batch.lengths.sum())
             now = time.perf_counter()
-            self.seconds = before + now - began
-            if now - saved >= self.every or self.seen >= self.total:
+            self.seconds = seconds_before + now - began
+            if now - saved >= self.save_every or self.seen >= self.total:
                 self.save()
                 saved = now
             if now - reported >= self.report_every:
-                losses = self._losses()
-                rate, loss = (self.seen - fresh) / (now - began), sum(losses) / len(losses)
-                self._figures.clear()
+                losses = self._finite_losses()
+                loss = sum(losses) / len(losses)
+                rate = (self.seen - seen_before) / (now - began)
+                self._losses_and_norms.clear()
                 self._log(report, loss, rate)
                 reported = time.perf_counter()
-        shutil.rmtree(self.folder / HIDDEN, ignore_errors=True)
+        shutil.rmtree(self.folder / HIDDEN_FOLDER, ignore_errors=True)
         return self.check(FINAL_TOKENS)
 
     def _step(self, batch: TrainingBatch) -> torch.Tensor:
         """Make a step, and return its loss and its gradient's norm: `[2]`, on the device."""
         recipe, device = self.recipe, self.target.device
-        done, size = self.seen / self.total, self.network.config.block_size
+        done = self.seen / self.total
         phase = 1.0 if self._trained else done
+        size = self.network.config.block_size
+        answers_only = phase >= ALL_TOKENS_SHARE
         generator = torch.Generator().manual_seed((recipe.seed << 32) + self.step)
-        blocks = place_blocks(batch, size, recipe.spacing, phase >= WHOLE, generator)
-        if not blocks.counts.any():
+        blocks = sample_blocks(batch, size, recipe.spacing, answers_only, generator)
+        if not blocks.mask.any():
             return torch.zeros(2, device=device)
-        chosen, shift = (
-            to_device(x, device) for x in self._vocabulary.choose(batch.tokens, generator)
-        )
-        inputs, batch = blocks.inputs(device), self._states.read(batch)
+        tokens, shift = self._vocabulary.sample(batch.tokens, generator)
+        tokens, shift = to_device(tokens, device), to_device(shift, device)
+        anchors, indices = blocks.inputs(device)
+        batch = self._states.read(batch)
         with autocast(device):
-            drafted = draft(self.network, batch, *inputs)
-            loss = loss_of(self.network, drafted, self.target.head, chosen, shift, phase)
+            drafted = draft(self.network, batch, anchors, indices)
+            loss = block_loss(self.network, drafted, self.target.head, tokens, shift, phase)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
-        for one in self._optimizers:
-            for group in one.param_groups:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
                 group["lr"] = recipe.rate(self.step, done)
-            one.step()
-            one.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
         return torch.stack([loss.detach(), norm])
 
-    def _losses(self) -> list[float]:
+    def _finite_losses(self) -> list[float]:
         """Return the losses since the last report. Raises `QuickbeamError` if one is not finite."""
-        figures = torch.stack(self._figures).tolist() if self._figures else []
+        if not self._losses_and_norms:
+            return []
+        figures = torch.stack(self._losses_and_norms).tolist()
         for step, (loss, norm) in enumerate(figures, self.step - len(figures)):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise QuickbeamError(
@@ -231,17 +259,25 @@ class Trainer:
 
     def check(self, tokens: int) -> HeldOutMetrics:
         """Return figures on about so many `tokens` of held-out conversations."""
-        chosen, count = [], 0
-        for i in self._held:
+        indices = list[int]()
+        count = 0
+        for index in self._held:
             if count >= tokens:
                 break
-            chosen.append(i)
-            count += len(self.shards[i].tokens)
-        return measure_held_out(self.network, self.target, self.shards, chosen)
+            indices.append(index)
+            count += len(self.shards[index].tokens)
+        return measure_held_out(self.network, self.target, self.shards, indices)
 
     def _log(self, report: Callable[[Report], None], loss: float, rate: float) -> None:
-        done, held = self.seen / self.total, self.check(CHECK_TOKENS)
-        record = Report(self.step, self.seen, done, loss, rate, self.seconds, held)
+        record = Report(
+            step=self.step,
+            seen=self.seen,
+            done=self.seen / self.total,
+            loss=loss,
+            rate=rate,
+            seconds=self.seconds,
+            held=self.check(CHECK_TOKENS),
+        )
         with (self.folder / "log.jsonl").open("a") as log:
-            log.write(json.dumps(record._asdict() | {"held": held._asdict()}) + "\n")
+            log.write(json.dumps({**record._asdict(), "held": record.held._asdict()}) + "\n")
         report(record)

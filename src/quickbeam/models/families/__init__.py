@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from quickbeam.errors import InvalidInput, first_line
-from quickbeam.models.angles import angles_of
 from quickbeam.models.families import (
     deepseek,
     gemma,
@@ -21,9 +20,11 @@ from quickbeam.models.families import (
     mixtures,
     qwen,
 )
-from quickbeam.models.families.reading import Config, NotDescribed, check_count
+from quickbeam.models.families.nearest import undescribed
+from quickbeam.models.families.reading import PAGE, Config, NotDescribed, check_count
+from quickbeam.models.rotary import angles_of
 from quickbeam.models.stack import LinearAttention, Stack
-from quickbeam.models.stack_tensors import experts, linears, names, tensor_of
+from quickbeam.models.weights.parameters import experts, linears, names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +47,8 @@ _NAMED_ALIKE: tuple[Callable[[Config], Stack], ...] = (
     *(mixtures.minimax_m2, mixtures.mixtral, mixtures.olmoe, mixtures.phimoe),
     *(qwen.mellum, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_next),
 )
+# packages whose layers keep weights in few bits
+QUANTISERS = ("bitsandbytes", "gptqmodel", "hqq", "optimum", "torchao")
 FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's model_type
     **{family.__name__: family for family in _NAMED_ALIKE},
     "cwm": llama.windowed,
@@ -77,15 +80,21 @@ def stack_of(config: Any, dtype: torch.dtype) -> Stack:
     file doesn't know, and for rotary angles of an unknown kind. Raises `InvalidInput` for fields
     that hold something else than they are for.
     """
-    if (family := FAMILIES.get(getattr(config, "model_type", ""))) is None:
-        named = next(iter(getattr(config, "architectures", None) or ()), type(config).__name__)
-        raise NotDescribed(f"no family describes {named}")
+    kind = getattr(config, "model_type", "")
+    if (family := FAMILIES.get(kind)) is None:
+        raise undescribed(config.to_dict(), FAMILIES)
     reading = Config(config, dtype)
     check_count(reading.num_hidden_layers, "layers")
     try:
         stack = family(reading)
         reading.refuse_unknown()
         _refuse_odd_sizes(stack)
+        _refuse_angles(config, stack)
+    except NotDescribed as error:
+        raise NotDescribed(
+            f"the family {kind!r} doesn't describe this model: {error}; {PAGE} says how to "
+            "describe it"
+        ) from error
     except InvalidInput:
         raise
     except (TypeError, AttributeError, ArithmeticError, LookupError, ValueError) as error:
@@ -93,13 +102,17 @@ def stack_of(config: Any, dtype: torch.dtype) -> Stack:
             f"its configuration can't be read ({first_line(error)}): download the model again, or "
             "correct it"
         ) from error
+    return stack
+
+
+def _refuse_angles(config: Any, stack: Stack) -> None:
+    """Raise `NotDescribed` for rotary angles that can't be made."""
     try:
         for rotary, dim in dict.fromkeys((one.rotary, one.rotary_dim) for one in stack.attentions):
             if rotary is not None:
                 angles_of(config, rotary, dim)
     except InvalidInput as error:
         raise NotDescribed(str(error)) from error
-    return stack
 
 
 def _refuse_odd_sizes(stack: Stack) -> None:
@@ -132,12 +145,32 @@ def describe(model: PreTrainedModel) -> Stack:
     Raises `NotDescribed` as `stack_of` does, and for a model with other parameters, forwards or
     linear layers than its family (adapters, quantised weights, code that came with the model).
     """
+    name = type(model).__name__
+    if not type(model).__module__.startswith("transformers."):
+        raise NotDescribed(
+            f"{name} comes with Python code of its own, which is not run: take transformers' class "
+            "of the model"
+        )
+    stack = stack_of(model.config, model.dtype)
+    try:
+        _refuse_changed(model, stack)
+    except NotDescribed as error:
+        method = _quantised_by(model)
+        if method is None:
+            raise
+        raise NotDescribed(
+            f"the weights of this {name} are quantised ({method}), and a model's own are read as "
+            "they are: take the unquantised model, or give quickbeam.LLM a checkpoint in AWQ, "
+            "GPTQ, compressed-tensors or FP8, or a .gguf file"
+        ) from error
+    return stack
+
+
+def _refuse_changed(model: PreTrainedModel, stack: Stack) -> None:
+    """Raise `NotDescribed` for a model with other parts than its class has."""
     from transformers.pytorch_utils import Conv1D
 
     kind = type(model)
-    if model.config.model_type not in FAMILIES or not kind.__module__.startswith("transformers."):
-        raise NotDescribed(f"no family describes {kind.__name__}")
-    stack = stack_of(model.config, model.dtype)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name for name, _ in model.named_buffers()}
     if odd := sorted(parameters ^ (names(stack) - buffers)):
@@ -148,13 +181,20 @@ def describe(model: PreTrainedModel) -> Stack:
             raise NotDescribed(f"{name} has a forward of its own")
     for linear, _ in linears(stack):
         for tensor in linear.weights:
-            shape = tensor_of(model, tensor.name).shape
-            if model.dtype is torch.bfloat16 and shape[-2 if tensor.transposed else -1] % 2:
-                raise NotDescribed(f"{tensor.name} has an odd number of inputs")
             of = type(model.get_submodule(tensor.name.rpartition(".")[0]))
             if of not in (nn.Linear, Conv1D) and of.__module__ != kind.__module__:
                 raise NotDescribed(f"{tensor.name} is of a {of.__name__}")
     embedding = type(model.get_input_embeddings())
     if not embedding.__module__.startswith(("torch.nn.", "transformers.")):
         raise NotDescribed(f"its embedding is a {embedding.__name__}")
-    return stack
+
+
+def _quantised_by(model: PreTrainedModel) -> str | None:
+    """Return the method, or the library, that quantised a model's weights; None for none."""
+    config: Any = getattr(model.config, "quantization_config", None)
+    fields = config if isinstance(config, dict) else vars(config) if config is not None else {}
+    method = fields.get("quant_method")
+    if method is not None:
+        return str(getattr(method, "value", method))
+    packages = (type(module).__module__.partition(".")[0] for module in model.modules())
+    return next((one for one in packages if one in QUANTISERS), None)

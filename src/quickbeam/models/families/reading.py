@@ -99,6 +99,7 @@ PARTIAL = {
     *("nemotron", "persimmon", "phi", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     *("solar_open", "stablelm"),
 }
+PAGE = "docs/extending/architectures.md"  # how a family is described
 MOST = 4096  # layers, or experts of a layer, that a configuration is believed to name
 # Norms of a layer by their modules' names: before its mixer and its feed-forward, and after them.
 Names = tuple[str | None, ...]
@@ -107,7 +108,7 @@ AFTER: Names = (None, None, "post_attention_layernorm", "post_feedforward_layern
 AROUND: Names = ("input_layernorm", "pre_feedforward_layernorm", *AFTER[2:])
 
 
-class NotDescribed(Exception):
+class NotDescribed(InvalidInput):
     """No family's file describes this model. The message says why."""
 
 

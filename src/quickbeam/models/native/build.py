@@ -196,7 +196,7 @@ def cached(name: str) -> Path:
 
     That is in the wheel if it brings the library, else in the cache folder.
     """
-    from quickbeam.cache import cache_folder
+    from quickbeam.hub.cache import cache_folder
 
     file = file_name(name)
     return SHIPPED / file if (SHIPPED / file).is_file() else cache_folder() / "kernels" / file

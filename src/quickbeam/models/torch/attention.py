@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from quickbeam.models.stack import Attention, Latent, Norm, Rotary
-from quickbeam.models.stack_tensors import query_factors
 from quickbeam.models.torch.paged_attention import AttentionParams, attend, write
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.parts import Reader
 from quickbeam.models.torch.rows import PassRows
+from quickbeam.models.weights.parameters import query_factors
 
 Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, `[n, rotary_dim / 2]` each
 

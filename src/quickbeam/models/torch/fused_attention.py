@@ -19,7 +19,9 @@ from quickbeam.models.torch.paged_attention import AttentionParams
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import PassRows
 
-BLOCK = 64  # keys that are multiplied at a time
+BLOCK = 64  # keys that are multiplied at a time, at most
+BLOCK_BYTES = 2**16  # of keys and values that are multiplied at a time, at most
+SUMS_BYTES = 2**28  # of the sums of the rows that attend at a time, at most
 CHUNK = 512  # keys that a program reads
 LEAST = 16  # rows and columns of a product, at least
 # compiled once a model, not anew for some sizes of a pass: neither for numbers that are 1 or divide
@@ -66,12 +68,14 @@ def attend_chunk(
     `query`: `[n, KV_HEADS * GROUP, KEY_DIM]`. `key`, `value`: `[rows, KV_HEADS, dim]`. `sums`
     `[n, KV_HEADS * GROUP, chunks, VALUE_DIM]`: of the values times the exponentials of their
     scores, less the largest score of the chunk, which `maxima` `[n, heads, chunks]` get. `weights`,
-    of the same shape: the sums of these exponentials. `window` and `softcap` are 0 where there are
-    none. Grid: rows, heads of keys, chunks.
+    of the same shape: the sums of these exponentials. Nothing is written of chunks behind all that
+    a row sees, as padded passes have many. `window` and `softcap` are 0 where there are none. Grid:
+    rows, heads of keys, chunks.
     """
     row, kv_head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     in_pages, position = tl.load(committed + row), tl.load(positions + row)
     end = tl.load(seen + row)
+    group = tl.where(chunk * CHUNK < end, GROUP, 0)
     if CAUSAL:
         end = tl.minimum(end, position + 1)
     first = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
@@ -81,7 +85,7 @@ def attend_chunk(
     head = tl.arange(0, G)
     key_column, value_column = tl.arange(0, K), tl.arange(0, V)
     heads = (row * KV_HEADS + kv_head) * GROUP + head
-    is_head = head < GROUP
+    is_head = head < group
     q = tl.load(
         query + heads[:, None] * KEY_DIM + key_column[None, :],
         mask=is_head[:, None] & (key_column < KEY_DIM)[None, :],
@@ -181,6 +185,24 @@ def join_chunks(
     tl.store(out + (row * HEADS + head) * VALUE_DIM + column, total, mask=column < VALUE_DIM)
 
 
+def keys_in_block(key_dim: int, value_dim: int, itemsize: int) -> int:
+    """Return how many keys are multiplied at a time, of so many padded dimensions.
+
+    These keys and values, queries and scores must fit in a multiprocessor's shared memory: 99 KiB
+    on GPUs of compute capability 8.6, 163 KiB on those of 8.0. The number depends on the model
+    alone, as a row's sums do.
+    """
+    block = BLOCK
+    while block > LEAST and block * (key_dim + value_dim) * itemsize > BLOCK_BYTES:
+        block //= 2
+    return block
+
+
+def padded(size: int) -> int:
+    """Return how many rows or columns of a product stand for so many."""
+    return max(LEAST, int(triton.next_power_of_2(size)))
+
+
 def attend(
     pool: RowPool,
     rows: PassRows,
@@ -188,64 +210,71 @@ def attend(
     query: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what `paged_attention.attend` does, for pages in the products' format."""
+    """Return what `paged_attention.attend` does, for pages in the products' format.
+
+    Many rows behind long texts attend some at a time, which bounds the memory for sums.
+    """
     key, value = pool.key[params.index], pool.value[params.index]
     n, heads, key_dim = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[2]
     chunks = triton.cdiv(rows.pages.shape[1] * rows.page, CHUNK)
     query = query.to(key.dtype).contiguous()
-    sums = torch.empty(n, heads, chunks, value_dim, device=query.device)
-    maxima, weights = torch.empty(2, n, heads, chunks, device=query.device).unbind()
+    most = max(1, min(n, SUMS_BYTES // (4 * heads * chunks * value_dim)))
+    sums = torch.empty(most, heads, chunks, value_dim, device=query.device)
+    maxima, weights = torch.empty(2, most, heads, chunks, device=query.device).unbind()
     out = torch.empty(n, heads, value_dim, device=query.device)
 
-    def padded(size: int) -> int:
-        return max(LEAST, int(triton.next_power_of_2(size)))
+    key_columns, value_columns = padded(key_dim), padded(value_dim)
+    block = keys_in_block(key_columns, value_columns, key.itemsize)
 
     # Triton starts kernels on the current device
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
-        attend_chunk[n, kv_heads, chunks](
-            query,
-            key,
-            value,
-            sums,
-            maxima,
-            weights,
-            rows.pages,
-            rows.path,
-            rows.sequence,
-            rows.committed,
-            rows.seen,
-            rows.positions,
-            params.scaling,
-            params.softcap or 0.0,
-            params.window or 0,
-            rows.pages.shape[1],
-            rows.path.shape[1],
-            chunks,
-            PAGE=rows.page,
-            KV_HEADS=kv_heads,
-            GROUP=heads // kv_heads,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            G=padded(heads // kv_heads),
-            K=padded(key_dim),
-            V=padded(value_dim),
-            BLOCK=BLOCK,
-            CHUNK=CHUNK,
-            CAUSAL=params.causal,
-        )
-        join_chunks[n, heads](
-            sums,
-            maxima,
-            weights,
-            sums if sinks is None else sinks,
-            out,
-            rows.seen,
-            chunks,
-            HEADS=heads,
-            VALUE_DIM=value_dim,
-            V=padded(value_dim),
-            CHUNK=CHUNK,
-            HAS_SINKS=sinks is not None,
-        )
+        for first in range(0, n, most):
+            part = slice(first, first + most)
+            count = min(most, n - first)
+            attend_chunk[count, kv_heads, chunks](
+                query[part],
+                key,
+                value,
+                sums,
+                maxima,
+                weights,
+                rows.pages,
+                rows.path[part],
+                rows.sequence[part],
+                rows.committed[part],
+                rows.seen[part],
+                rows.positions[part],
+                params.scaling,
+                params.softcap or 0.0,
+                params.window or 0,
+                rows.pages.shape[1],
+                rows.path.shape[1],
+                chunks,
+                PAGE=rows.page,
+                KV_HEADS=kv_heads,
+                GROUP=heads // kv_heads,
+                KEY_DIM=key_dim,
+                VALUE_DIM=value_dim,
+                G=padded(heads // kv_heads),
+                K=key_columns,
+                V=value_columns,
+                BLOCK=block,
+                CHUNK=CHUNK,
+                CAUSAL=params.causal,
+            )
+            join_chunks[count, heads](
+                sums,
+                maxima,
+                weights,
+                sums if sinks is None else sinks,
+                out[part],
+                rows.seen[part],
+                chunks,
+                HEADS=heads,
+                VALUE_DIM=value_dim,
+                V=value_columns,
+                CHUNK=CHUNK,
+                HAS_SINKS=sinks is not None,
+            )
     return out.flatten(1)

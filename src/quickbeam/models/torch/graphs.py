@@ -4,39 +4,47 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
+from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import ListedRows, PassRows, PassSizes
 
-MOST_GRAPHS = 64  # that are kept, those used last
+Compute = Callable[..., Sequence[torch.Tensor]]
+Options = tuple[Hashable, ...]
+
+# that are kept, those used last: all sizes up to 65,536 tokens (`padded_sizes`)
+MOST_GRAPHS = 120
 WARM_UPS = 2  # runs before a graph is captured, in which libraries set themselves up
 
 _capturing = threading.Lock()  # PyTorch takes one capture at a time in a process
 
 
 class Captured(NamedTuple):
-    """A pass of one size as a graph: `numbers` are what it reads, `results` what it writes."""
+    """A pass of one size as a graph: `numbers` and `inputs` are what it reads, `results` what it
+    writes."""
 
     graph: Any
     numbers: torch.Tensor
+    inputs: Sequence[torch.Tensor]
     results: Sequence[torch.Tensor]
 
 
 class Graphs:
-    """Runs `compute`, a pass whose work depends on nothing but its sizes, as graphs.
+    """Runs `compute`, a pass whose work depends on nothing but its sizes and options, as graphs.
 
-    A graph is captured at the first use of a size. All share one pool of memory, and write their
-    results to the same buffers. So results are copied before the next graph runs.
+    `compute(rows, *inputs, *options)`: of `PassRows`, tensors with a row for each of them, and
+    whatever else decides what is done. A graph is captured at the first use of sizes and options.
+    All share one pool of memory, and write their results to the same buffers. So results are copied
+    before the next graph runs.
     """
 
-    def __init__(
-        self, compute: Callable[[PassRows], Sequence[torch.Tensor]], device: torch.device
-    ) -> None:
+    def __init__(self, compute: Compute, device: torch.device) -> None:
         self._compute, self._device = compute, device
-        self._captured = OrderedDict[PassSizes, Captured]()
+        self._captured = OrderedDict[tuple[PassSizes, Options], Captured]()
         self._generation = 0
         self._buffers = list[torch.Tensor]()  # one for each result, as large as any size needs
         self._memory: Any = None
@@ -48,39 +56,57 @@ class Graphs:
         """Forget all graphs, as what they read has been replaced."""
         self._captured.clear()
 
-    def run(self, listed: ListedRows, generation: int) -> Sequence[torch.Tensor]:
+    def run(
+        self,
+        listed: ListedRows,
+        generation: int,
+        inputs: Sequence[torch.Tensor] = (),
+        options: Options = (),
+    ) -> Sequence[torch.Tensor]:
         """Return copies of what `compute` gives for these rows.
 
         `generation`: of the pool. Another one has other tensors, and makes graphs useless.
+        `inputs`: on the device, `[n, ...]` each. Rows of padding get what an earlier call left.
         """
+        key = listed.sizes, options
         if generation != self._generation:
             self.clear()
             self._generation = generation
         # PyTorch gives this memory to nobody else before the copy from it has run
         host = torch.from_numpy(listed.numbers).pin_memory()
         with torch.cuda.device(self._device):
-            if listed.sizes not in self._captured:
-                self._captured[listed.sizes] = self._capture(listed, host)
-            self._captured.move_to_end(listed.sizes)
+            if key not in self._captured:
+                self._captured[key] = self._capture(listed, host, inputs, options)
+            self._captured.move_to_end(key)
             if len(self._captured) > MOST_GRAPHS:
                 self._captured.popitem(last=False)
-            captured = self._captured[listed.sizes]
+            captured = self._captured[key]
             captured.numbers.copy_(host, non_blocking=True)
+            for buffer, rows in zip(captured.inputs, inputs, strict=True):
+                buffer[: len(rows)].copy_(rows)
             captured.graph.replay()
             return [result.clone() for result in captured.results]
 
-    def _capture(self, listed: ListedRows, host: torch.Tensor) -> Captured:
+    def _capture(
+        self,
+        listed: ListedRows,
+        host: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        options: Options,
+    ) -> Captured:
         new_graph: Any = torch.cuda.CUDAGraph
         new_memory: Any = torch.cuda.graph_pool_handle
         if not self._captured:  # a pool whose graphs are all gone takes no new ones
             self._memory = new_memory()
         numbers = host.to(self._device)
+        count = listed.sizes.rows
+        buffers = [rows.new_zeros(count, *rows.shape[1:]) for rows in inputs]
         graph, stream = new_graph(), self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 rows = PassRows.of(numbers, listed.sizes, listed.page)
-                warmed_up = self._compute(rows)
+                warmed_up = self._compute(rows, *buffers, *options)
             results = self._buffers_for(warmed_up)
             del warmed_up
         torch.cuda.current_stream(self._device).wait_stream(stream)
@@ -90,9 +116,10 @@ class Graphs:
         )
         with _capturing, capture:
             rows = PassRows.of(numbers, listed.sizes, listed.page)
-            for result, computed in zip(results, self._compute(rows), strict=True):
-                result.copy_(computed)
-        return Captured(graph, numbers, results)
+            computed = self._compute(rows, *buffers, *options)
+            for result, tensor in zip(results, computed, strict=True):
+                result.copy_(tensor)
+        return Captured(graph, numbers, buffers, results)
 
     def _buffers_for(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return parts of the buffers with the shapes of `like`."""
@@ -103,3 +130,43 @@ class Graphs:
                 self._buffers[i] = one.new_empty(one.numel())
         pairs = zip(self._buffers, like, strict=True)
         return [buffer[: one.numel()].view(one.shape) for buffer, one in pairs]
+
+
+class Passes:
+    """Runs `compute` over pages of `pool`: as graphs on CUDA, and as it is elsewhere."""
+
+    def __init__(self, compute: Compute, pool: RowPool) -> None:
+        self._compute, self._pool = compute, pool
+        self._graphs = Graphs(compute, pool.device) if pool.device.type == "cuda" else None
+
+    @property
+    def padded(self) -> bool:
+        """Whether passes have padded sizes."""
+        return self._graphs is not None
+
+    def run(
+        self, listed: ListedRows, inputs: Sequence[torch.Tensor] = (), options: Options = ()
+    ) -> Sequence[torch.Tensor]:
+        """See `Graphs.run`. Results have rows of padding behind the others."""
+        if self._graphs is None:
+            return self._compute(listed.to(self._pool.device), *inputs, *options)
+        return self._graphs.run(listed, self._pool.generation, inputs, options)
+
+
+class SideStream:
+    """A second stream, for work that runs beside a pass, also in a graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        new_stream: Any = torch.cuda.Stream
+        self._device, self._stream = device, new_stream(device)
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        """Start what is computed within this context after all that was started before."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Let what is started from now on wait for the second stream."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,25 +19,27 @@ from quickbeam.models.base import (
     inference,
     split,
 )
-from quickbeam.models.compiled import kv_shapes
+from quickbeam.models.compile.compiled_stack import kv_shapes
 from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import Parameters
 from quickbeam.models.torch.graphs import Graphs
 from quickbeam.models.torch.network import Network
+from quickbeam.models.torch.noise import DrawnRows, draw, philox
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.pinned import Copies, pin_layers
-from quickbeam.models.torch.rows import PassRows, list_pass, uncommitted
+from quickbeam.models.torch.rows import PassRows, list_draws, list_pass, uncommitted
+from quickbeam.models.weights.parameters import Parameters
 
 
 class PassResults(NamedTuple):
     """What a pass gives on the device.
 
-    `logits` `[wanted, vocab]` float32. `best` `[wanted]` int64: the likeliest tokens, -1 where the
-    logits are not finite. `hidden` `[n, layers * d]`, where layers are watched.
+    `logits` `[wanted, vocab]` float32. `tokens` `[wanted]` int64: those drawn as `PassRows.draws`
+    says, and elsewhere the likeliest; -1 where the host has to choose, or the logits are not
+    finite. `hidden` `[n, layers * d]`, where layers are watched.
     """
 
     logits: torch.Tensor
-    best: torch.Tensor
+    tokens: torch.Tensor
     hidden: torch.Tensor
 
 
@@ -82,12 +85,16 @@ class TorchModel(Model):
         # copies that began in the pass before
         has_graphs = device.type == "cuda" and not zeros and self.streamed is None
         self._graphs = Graphs(self._run, device) if has_graphs else None
+        self._chooses = device.type == "cuda"  # whether passes choose tokens, drawn ones too
 
     @inference
     def forward(self, batch: Batch) -> list[Passed]:
         parts, wanted = [*map(uncommitted, batch.parts)], batch.wanted
         graphs = self._graphs
-        listed = list_pass(parts, self._pool, batch.tokens, wanted, padded=graphs is not None)
+        draws = list_draws(batch) if self._chooses else None
+        listed = list_pass(
+            parts, self._pool, batch.tokens, wanted, padded=graphs is not None, draws=draws
+        )
         if graphs is None:
             results = self._run(listed.to(self.device))
         else:
@@ -95,13 +102,14 @@ class TorchModel(Model):
         logits, hidden = results.logits[: len(wanted)], None
         if self._watched:
             hidden = results.hidden[: batch.rows]
-        if self.device.type == "cpu":
+        if self.device.type == "mps":  # it has no float64, in which tokens are drawn
+            best = results.tokens[: len(wanted)].tolist()
+            return split(batch.parts, logits.cpu(), hidden, best)
+        if not self._chooses:
             return split(batch.parts, logits, hidden, None)
         # one transfer for the whole pass: asked row by row, each token would wait for the device
-        best = results.best[: len(wanted)].tolist()
-        if self.device.type == "mps":  # it has no float64, in which tokens are chosen
-            logits = logits.cpu()
-        return split(batch.parts, logits, hidden, best)
+        tokens = results.tokens[: len(wanted)].tolist()
+        return split(batch.parts, logits, hidden, best=tokens, drawn=tokens)
 
     def _run(self, rows: PassRows) -> PassResults:
         """Compute a pass. Nothing here reads from the device or depends on its numbers."""
@@ -109,7 +117,7 @@ class TorchModel(Model):
         logits = self._network.logits(x[rows.wanted])
         streams = streams or [x.new_empty(0)]
         hidden = torch.cat(streams, -1).to(self.dtype)
-        return PassResults(logits, likeliest(logits), hidden)
+        return PassResults(logits, chosen_tokens(logits, rows), hidden)
 
     @property
     def embedding(self) -> nn.Module:
@@ -127,6 +135,28 @@ class TorchModel(Model):
 
     def describe(self) -> str:
         return f"PyTorch's ({self._reason})"
+
+
+def chosen_tokens(logits: torch.Tensor, rows: PassRows) -> torch.Tensor:
+    """Return the token of each row of logits `[w, vocab]`, int64; see `PassResults`."""
+    best = likeliest(logits)
+    if not len(rows.draws):
+        return best
+    drawn = DrawnRows.of(rows.draws, rows.positions[rows.wanted])
+    tokens = draw(logits, drawn, philox_on(logits.device))
+    return torch.where(drawn.scale[:, 0] > 0, tokens, best)
+
+
+def philox_on(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return the function that does what `philox` does on a device.
+
+    On CUDA that is a Triton kernel, where Triton is installed.
+    """
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return philox
+    from quickbeam.models.torch import fused_noise
+
+    return fused_noise.philox
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:

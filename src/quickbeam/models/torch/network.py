@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.models.angles import angles_of
+from quickbeam.models.rotary import angles_of
 from quickbeam.models.stack import (
     BlockConv,
     Experts,
@@ -21,7 +21,6 @@ from quickbeam.models.stack import (
     Rotary,
     Stack,
 )
-from quickbeam.models.stack_tensors import Parameters
 from quickbeam.models.torch.attention import Angles, AttentionLayer, PassInputs, attention_on
 from quickbeam.models.torch.feed_forward import (
     ExpertsLayer,
@@ -34,6 +33,7 @@ from quickbeam.models.torch.parts import ACTIVATIONS, Product, Reader, soft_cap
 from quickbeam.models.torch.recurrent import recurrent_layer
 from quickbeam.models.torch.rows import PassRows
 from quickbeam.models.torch.states import State
+from quickbeam.models.weights.parameters import Parameters
 
 PRODUCTS = (Product, GroupedProduct)
 

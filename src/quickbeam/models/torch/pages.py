@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from quickbeam.models.base import inference
-from quickbeam.models.kv import Page, Pool, SequenceCache
+from quickbeam.models.cache.kv import Page, Pool, SequenceCache
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.torch.states import State, TorchStates
 

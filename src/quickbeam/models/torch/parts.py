@@ -12,7 +12,7 @@ from torch import nn
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import Weight, dense_rows
 from quickbeam.models.stack import Linear, Name, Norm
-from quickbeam.models.stack_tensors import Parameters, norm_weight, rows_of
+from quickbeam.models.weights.parameters import Parameters, norm_weight, rows_of
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from quickbeam.models.base import Block, Draft, Part
+from quickbeam.models.base import Batch, Block, Draft, Draws, Part
 from quickbeam.models.torch.pages import RowPool, RowStore, to_device
 from quickbeam.models.torch.states import RecurrentCall, recurrent_calls
 
@@ -56,6 +56,14 @@ def uncommitted(part: Part) -> UncommittedTokens:
     )
 
 
+# Of padded passes. Up to `MAX_ROWS`, rows are a power of two. There may be `NARROW` sequences and
+# rows with logits, or as many as rows. A path holds the greatest tree under the measured budget.
+MAX_ROWS = 512
+NARROW = 64
+MIN_PAGES = 16
+MIN_PATH = 64
+LIKELIEST = Draws(seed=0, choice=0, scale=0.0)
+
 # the tensors of `PassRows`, in the order in which their numbers follow one another
 TENSORS = (
     "tokens",
@@ -67,24 +75,30 @@ TENSORS = (
     "wanted",
     "pages",
     "path",
+    "draws",
 )
 
 
 class PassSizes(NamedTuple):
-    """How many rows, rows with logits, sequences, pages of a sequence and nodes of a path fit."""
+    """How many rows, rows with logits, sequences, pages of a sequence and nodes of a path fit.
+
+    `draws`: whether the pass draws tokens.
+    """
 
     rows: int
     wanted: int
     sequences: int
     pages: int
     path: int
+    draws: bool = False
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of `TENSORS`."""
         rows = (self.rows,)
         tables = (self.sequences, self.pages), (self.rows, self.path)
-        return [rows] * 6 + [(self.wanted,), *tables]
+        draws = (self.wanted if self.draws else 0, len(Draws._fields))
+        return [rows] * 6 + [(self.wanted,), *tables, draws]
 
     @property
     def numbers(self) -> int:
@@ -100,7 +114,8 @@ class PassRows:
     take. `sequence` `[n]`: the number of each row's sequence. `committed` `[n]`: how many keys each
     row sees in the pages of its sequence. `seen` `[n]`: how many it sees in all. `wanted` `[w]`:
     the rows after which logits are wanted. `pages` `[S, P]`: the sequences' pages. `path` `[n, D]`:
-    the rows of the pool with the keys that a row sees behind those in pages.
+    the rows of the pool with the keys that a row sees behind those in pages. `draws` `[w, 3]`: how
+    tokens are drawn after the wanted rows, the bits of `Draws`; `[0, 3]` where none are.
 
     `page`: tokens of a page. `recurrent_calls`: of recurrent layers. `texts`: which rows are texts,
     of which each row sees what the one before it sees; a pass of padded sizes names none.
@@ -115,6 +130,7 @@ class PassRows:
     wanted: torch.Tensor
     pages: torch.Tensor
     path: torch.Tensor
+    draws: torch.Tensor
     page: int
     recurrent_calls: Sequence[RecurrentCall] = ()
     texts: Sequence[range] = ()
@@ -184,9 +200,51 @@ class ListedRows(NamedTuple):
         )
 
 
-def next_power(number: int, least: int = 1) -> int:
-    """Return the smallest power of two that is neither below `number` nor below `least`."""
-    return max(least, 1 << (number - 1).bit_length())
+def next_power(number: int, least: int = 1, base: int = 2) -> int:
+    """Return the smallest of `least`, `least * base`, `least * base**2`, … that holds `number`."""
+    size = least
+    while size < number:
+        size *= base
+    return size
+
+
+def padded_sizes(needed: PassSizes, block: int = 1) -> PassSizes:
+    """Return the sizes of the padded pass that a pass of the sizes `needed` runs in.
+
+    Rows come in blocks of `block` rows. There are few sizes, since each is a graph of its own: 11
+    numbers of rows up to 2,048, and 4 more where 128 rows or more are of many sequences or have
+    many logits. Each comes with 3 numbers of pages for contexts up to 16,384 tokens, 4 up to
+    65,536, and draws tokens or doesn't. Together these are at most 120 sizes.
+    """
+    blocks = -(-needed.rows // block)
+    rows = block * next_power(blocks)
+    if rows > MAX_ROWS:
+        rows = block * next_power(blocks, MAX_ROWS // block, 4)
+    narrow = min(rows, NARROW)
+    if max(needed.wanted, needed.sequences) > narrow:
+        narrow = rows
+    return PassSizes(
+        rows=rows,
+        wanted=narrow,
+        sequences=narrow,
+        pages=next_power(needed.pages, MIN_PAGES, 4),
+        path=next_power(needed.path, MIN_PATH),
+        draws=needed.draws,
+    )
+
+
+def list_draws(batch: Batch) -> np.ndarray | None:
+    """Return `PassRows.draws` of a batch, `[w, 3]` int64; None where nothing is drawn."""
+    listed = list[Draws]()
+    for part in batch.parts:
+        draws = part.draws if isinstance(part, Draft) else None
+        listed += [draws or LIKELIEST] * part.wanted
+    if not any(draws.scale for draws in listed):
+        return None
+    seeds = np.array([draws.seed % 2**64 for draws in listed], np.uint64)
+    choices = np.array([draws.choice for draws in listed], np.int64)
+    scales = np.array([draws.scale for draws in listed], np.float64)
+    return np.stack([seeds.view(np.int64), choices, scales.view(np.int64)], 1)
 
 
 def list_pass(
@@ -195,11 +253,14 @@ def list_pass(
     tokens: Sequence[int] = (),
     wanted: Sequence[int] = (),
     padded: bool = False,
+    draws: np.ndarray | None = None,
+    block: int = 1,
 ) -> ListedRows:
     """List the rows of a pass over these parts, for which room is made. Raises `NoRoom`.
 
     `tokens`: of all rows. `wanted`: the numbers of rows after which logits are wanted. `padded`:
-    the sizes are powers of two.
+    the sizes are those of `padded_sizes`, for rows in blocks of `block`. `draws`: as of
+    `list_draws`.
     """
     totals = [part.cache.length + len(part.depths) for part in parts]
     for part, total in zip(parts, totals, strict=True):
@@ -207,18 +268,25 @@ def list_pass(
     pages = [-(-total // pool.page) for total in totals]
     depths = [len(tokens) for part in parts for tokens in part.seen or ()]
     sizes = PassSizes(
-        sum(part.rows for part in parts), len(wanted), len(parts), max(pages), max([1, *depths])
+        rows=sum(part.rows for part in parts),
+        wanted=len(wanted),
+        sequences=len(parts),
+        pages=max(pages),
+        path=max([1, *depths]),
+        draws=draws is not None,
     )
     if padded:
-        least = PassSizes(rows=1, wanted=1, sequences=1, pages=4, path=16)
-        sizes = PassSizes(*map(next_power, sizes, least))
+        sizes = padded_sizes(sizes, block)
     numbers = np.zeros(sizes.numbers, np.int64)
     ends = np.cumsum([math.prod(shape) for shape in sizes.shapes])
     pieces = zip(np.split(numbers, ends[:-1]), sizes.shapes, strict=True)
     listed = [piece.reshape(shape) for piece, shape in pieces]
-    ids, positions, written, sequence, committed, seen, with_logits, tables, paths = listed
+    ids, positions, written, sequence, committed, seen, with_logits = listed[:7]
+    tables, paths, drawn = listed[7:]
     ids[: len(tokens)] = tokens
     with_logits[: len(wanted)] = wanted
+    if draws is not None:
+        drawn[: len(wanted)] = draws
     written[:] = pool.page - 1  # where padding writes
     first, texts = 0, list[range]()
     for number, part in enumerate(parts):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from quickbeam.models.kv import Pool, SequenceStates
+from quickbeam.models.cache.kv import Pool, SequenceStates
 
 
 class LayerState(NamedTuple):

@@ -1,0 +1,323 @@
+"""A `Stack` as one program of the native kernels, on the weights of a checkpoint or a model.
+
+The equations are those of the modelling code of transformers. The residual stream, products and
+rotary angles are in float32 here, where that code rounds each of them to the model's number format.
+Embedding and head are modules as well, for drafters.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quickbeam.errors import QuickbeamError
+from quickbeam.models.compile.compiler import SmallParameters, StackCompiler
+from quickbeam.models.compile.experts import add_per_layer_inputs
+from quickbeam.models.compile.hidden_input import add_hidden_input
+from quickbeam.models.compile.layer import add_layer
+from quickbeam.models.memory import room_for_weights
+from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels, Recurrence
+from quickbeam.models.native.operands import KVShape, RowList, plain_rows
+from quickbeam.models.native.pages import PagePool
+from quickbeam.models.native.program import Buffer, Program
+from quickbeam.models.native.quantised import BFLOAT16, WHOLE, BlockRows, Packed, Weight, dense_rows
+from quickbeam.models.rotary import AngleTable
+from quickbeam.models.stack import Stack
+from quickbeam.models.weights.disk import WeightsOnDisk
+from quickbeam.models.weights.formats import weights_format
+from quickbeam.models.weights.packed_file import WeightFile
+from quickbeam.models.weights.packing import PackedWeights
+from quickbeam.models.weights.parameters import Parameters
+
+
+class NativeLinear(nn.Module):
+    """A packed product as a module: `[..., in]` to `[..., out]`.
+
+    Both are bfloat16, or float32 for float32 weights; with `logits` the results are float32.
+
+    A row's bits don't depend on the other rows. `forward` raises `ValueError` for another dtype or
+    width.
+    """
+
+    def __init__(self, kernels: Kernels, packed: Packed, logits: bool = False) -> None:
+        super().__init__()
+        self.packed, self.in_features, self.out_features = packed, packed.inputs, packed.outputs
+        self._program, self._dtype = Program(kernels), packed.dtype
+        wide = self._dtype is torch.float32
+        self._result = torch.float32 if logits else self._dtype
+        source = self._program.given("x", packed.inputs, wide)
+        target = self._program.given("y", packed.outputs, wide or logits)
+        self._program.linear(packed, source, target)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not self._dtype or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"a product of {x.dtype} {list(x.shape)}: must be {self._dtype} [..., "
+                f"{self.in_features}]"
+            )
+        x = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], self.out_features, dtype=self._result)
+        if rows := x.numel() // self.in_features:
+            self._program.run(plain_rows(rows), {"x": x, "y": out})
+        return out
+
+
+class ScaledEmbedding(nn.Module):
+    """Token ids `[...]` to rows of a `weight` times `embed_scale`, `[..., d]`; of blocks in
+    bfloat16."""
+
+    def __init__(self, kernels: Kernels, weight: Weight, scale: float) -> None:
+        super().__init__()
+        self.weight, self.embed_scale, self._kernels = weight, scale, kernels
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self.weight, BlockRows):
+            return F.embedding(ids, self.weight) * self.embed_scale
+        rows = dense_rows(self._kernels, self.weight[ids.flatten()]) * self.embed_scale
+        return rows.to(torch.bfloat16).view(*ids.shape, rows.shape[-1])
+
+
+logger = logging.getLogger(__name__)
+
+SMALL = 64 << 20  # bytes of weights that take less time to pack than a file is worth
+
+
+def kv_shapes(stack: Stack) -> list[KVShape]:
+    """Return what each layer keeps of a token."""
+    return [
+        KVShape(0, 0, 0)
+        if of is None or of.source is not None
+        else KVShape(of.kv_heads, of.head_dim, of.value_dim)
+        for of in (layer.attention for layer in stack.layers)
+    ]
+
+
+class CompiledStack:
+    """A `Stack` with its weights, which are released from `parameters` as they are packed.
+
+    `pages`: of `kv_shapes`, in the model's number format, bfloat16 or float32, which all rows have.
+    `name`: the format of the weights that products read; float32 for a model in float32. `kept`:
+    the file where packed weights are read or written. `memory`: the bytes that weights may take,
+    where they are more (`disk.limit`); then each pass reads the rest from `kept` (`disk`). The
+    embedding stays as it is; `embedding` is the module from token ids to its rows times the scale.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        stack: Stack,
+        pages: PagePool,
+        name: str = BFLOAT16,
+        kept: WeightFile | None = None,
+        memory: int | None = None,
+    ) -> None:
+        self.stack, self._parameters, self._pages = stack, parameters, pages
+        self.mapped_bytes = 0  # of weights that are in a mapped file
+        self._kernels, self._float32 = pages.kernels, pages.dtype is torch.float32
+        self._small_parameters = SmallParameters(parameters, pages.kernels, self._float32)
+        self._angles = AngleTable(parameters.config, stack)
+        self.watched: tuple[int, ...] = ()  # layers whose hidden states a pass keeps (`Features`)
+        self.hidden = torch.empty(0)
+        # the likeliest token of each row of the last pass whose logits were wanted, -1 where they
+        # are not finite; None where they are not known
+        self.best: list[int] | None = None
+        self._linear_head: NativeLinear | None = None  # made when it is asked for
+        self._embedded: Any = None
+        self.embedding: nn.Module = nn.Identity()
+        if stack.embedding:
+            self._embedded = parameters.mapped(stack.embedding)
+            self.embedding = ScaledEmbedding(self._kernels, self._embedded, stack.scale)
+            if isinstance(self._embedded, torch.Tensor) and stack.scale == 1:
+                kind: Any = nn.Embedding
+                self.embedding = kind.from_pretrained(self._embedded)
+        name = weights_format(name, pages.dtype)
+        self._packed = PackedWeights(parameters, stack, pages.kernels, name)
+        self.disk: WeightsOnDisk | None = None
+        if kept is not None and memory is not None:
+            self.disk = WeightsOnDisk(kept, self._packed, memory)
+            self._place(None, name)
+        else:
+            self._load(name, kept)
+
+    def _load(self, name: str, kept: WeightFile | None) -> None:
+        """Bring all weights into memory."""
+        packed, as_they_come = self._packed, name in WHOLE
+        if as_they_come and packed.size < SMALL:
+            kept = None
+        weights = None if kept is None else kept.read(packed.size)
+        packed.filled = weights is not None
+        packed.memory = room_for_weights(packed.size) if weights is None else weights
+        self._place(None if packed.filled else kept, name)
+        if kept is not None and packed.filled:
+            self.mapped_bytes = packed.size * kept.mapped
+        elif kept is not None:
+            try:
+                kept.write(packed.size, lambda: [packed.memory], f"keeping {name} weights")
+            except QuickbeamError as error:
+                level = logging.INFO if as_they_come else logging.WARNING
+                logger.log(level, "%s; the next load packs them again", error)
+
+    def _place(self, kept: WeightFile | None, name: str) -> None:
+        """Make the first program, for which the weights are packed unless they are already."""
+        self._head: Any = self._packed(self.stack.head) if self.stack.head.weights else None
+        self.vocab = 0 if self._head is None else self._head.outputs
+        stage = "packing weights" if name in WHOLE else f"quantising to {name}"
+        self._program = self._make(kept, stage)
+        self._parameters.release(self.stack.inside, None)
+
+    @property
+    def head(self) -> NativeLinear:
+        """The module from hidden states after the final norm to logits before scale and cap."""
+        if self._linear_head is None:
+            packed = self._head if self.disk is None else self.disk.head()
+            self._linear_head = NativeLinear(self._kernels, packed)
+        return self._linear_head
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """Keep the hidden states after `layers` (numbers of `Model.watch`) from now on."""
+        self.watched = tuple(layers)
+        self._program = self._make()
+
+    # --- the program ---
+
+    def _new_compiler(self) -> StackCompiler:
+        return StackCompiler(
+            Program(self._kernels),
+            self.stack,
+            self._packed,
+            self._small_parameters,
+            self._pages,
+            self._angles,
+            self._width,
+        )
+
+    def _make(self, kept: WeightFile | None = None, stage: str = "") -> Program:
+        """Return a program. `kept.progress` gets `stage` and how far it is."""
+        stack, parameters, width = self.stack, self._parameters, self._width
+        self._compiler = c = self._new_compiler()
+        program = c.program
+        last = len(stack.layers) + 1
+        hidden = program.given("hidden", len(self.watched) * width, self._float32)
+        first_source = self._add_input(c)
+        if stack.embedding_norm is not None:
+            c.norm(stack.embedding_norm, c.x, c.x)
+        if stack.positions is not None:
+            positions = parameters.rows(stack.positions, stack.first_position)
+            program.embed(positions, c.x, add=True)
+        if stack.per_layer is not None:
+            add_per_layer_inputs(c, stack.per_layer, parameters.mapped(stack.per_layer.table))
+        for i, layer in enumerate(stack.layers):
+            if kept is not None:
+                kept.progress(stage, i / len(stack.layers))
+            add_layer(c, layer, i, first_source if i == 0 else None)
+            parameters.release(stack.inside, i)
+            for k, watched in enumerate(self.watched):
+                if watched == i + 1:
+                    program.copy(c.x, hidden, column=k * width)
+        for k, watched in enumerate(self.watched):
+            if watched == last:
+                c.norm(stack.norm, c.x, hidden, column=k * width)
+        if self._head is not None:
+            c.norm(stack.norm, c.x, c.normed, gather=True)
+            self._project(program, c.normed)
+        if c.recurrences:  # how a state follows from another
+            self._pages.recurrences = (Recurrence * len(c.recurrences))(*c.recurrences)
+        return program
+
+    @property
+    def _width(self) -> int:
+        hidden_input = self.stack.hidden_input
+        if hidden_input is None:
+            return self._embedding_width
+        return (
+            hidden_input.width
+            if hidden_input.join is None
+            else self._packed(hidden_input.join).outputs
+        )
+
+    @property
+    def _embedding_width(self) -> int:
+        return int(self._parameters.shape(self.stack.embedding)[1])
+
+    def _add_input(self, c: StackCompiler) -> Buffer | None:
+        """Add the residual stream before the first layer.
+
+        Returns the buffer that the first attention reads, None where that is the normed stream.
+        """
+        hidden_input = self.stack.hidden_input
+        token: Buffer | None = c.x
+        if hidden_input is not None:
+            token = None
+            if hidden_input.reads_tokens:
+                token = c.buffer("token", self._embedding_width, True)
+        if token is not None:
+            c.program.embed(self._embedded, token, scale=self.stack.scale)
+        if hidden_input is None:
+            return None
+        states = c.program.given("states", hidden_input.width, True)
+        return add_hidden_input(c, hidden_input, token, states)
+
+    def _project(self, program: Program, source: Buffer) -> None:
+        logits, best = program.given("logits", self.vocab, True), program.given("best", 1)
+        program.linear(
+            self._head,
+            source,
+            logits,
+            library.BEST,
+            gathered=True,
+            best=best,
+            scaling=self.stack.head_scale,
+            softcap=self.stack.softcap,
+        )
+
+    # --- passes ---
+
+    def _results(self, rows: RowList) -> dict[str, torch.Tensor]:
+        """Return empty tensors for what a pass gives."""
+        wanted, columns = len(rows.wanted), len(self.watched) * self._width
+        dtype = torch.float32 if self._float32 else torch.bfloat16
+        results = {"hidden": torch.empty(len(rows), columns, dtype=dtype)}
+        if self._head is not None:
+            results["logits"] = torch.empty(wanted, self.vocab)
+            results["best"] = torch.empty(wanted, dtype=torch.int64)
+        return results
+
+    def __call__(self, rows: RowList, states: torch.Tensor | None = None) -> torch.Tensor:
+        """Run a pass, and return the logits `[wanted, vocab]` float32; nothing without a head.
+
+        `states`: what a drafter's rows read besides tokens, `[rows, width]` float32. Sets `hidden`
+        and `best`.
+        """
+        given, program = self._results(rows), self._program
+        if states is not None:
+            given["states"] = states
+        angles = self._angles.up_to(max(rows.positions))
+        if self.disk is None:
+            program.run(rows, given, angles)
+            self.best = given["best"].tolist() if "best" in given else None
+        else:
+            self.disk.run(program, rows, given, angles)
+        self.hidden = given["hidden"]
+        return given.get("logits", self.hidden[:0])
+
+    @property
+    def stored(self) -> set[str]:
+        """The formats that weights keep as they came in blocks."""
+        return self._packed.stored
+
+    @property
+    def experts_read(self) -> float:
+        """How many experts a layer read in the last pass, on average; 0 if none has any."""
+        read = [experts.read for experts, _ in self._compiler.experts]
+        return sum(read) / len(read) if read else 0.0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that the products of a pass read."""
+        return self._packed.size

@@ -1,0 +1,133 @@
+"""The back end over the native kernels: the same bits whatever else is in the pass.
+
+A row's results depend only on the tokens that the row sees, however those were computed. So an
+answer is the same with drafts and without, alone and in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from quickbeam.errors import InvalidInput
+from quickbeam.models.base import (
+    CHUNK,
+    STREAMED_CHUNK,
+    Batch,
+    Block,
+    Draft,
+    Model,
+    Passed,
+    check_layers,
+    inference,
+    split,
+)
+from quickbeam.models.compile.compiled_stack import CompiledStack, kv_shapes
+from quickbeam.models.compile.recurrent import state_shape
+from quickbeam.models.native import library
+from quickbeam.models.native.operands import RowList
+from quickbeam.models.native.pages import PagedStore, PagePool
+from quickbeam.models.native.quantised import BFLOAT16
+from quickbeam.models.stack import Stack
+from quickbeam.models.weights.packed_file import WeightFile
+from quickbeam.models.weights.parameters import Parameters, linears
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def no_kernels_for(device: torch.device, dtype: torch.dtype) -> str:
+    """Say why there are no native kernels for such numbers on a device; empty where there are.
+
+    Raises `InvalidInput` where the environment asks for kernels that can't be had.
+    """
+    if device.type != "cpu" or dtype not in DTYPES:
+        return f"{str(dtype).removeprefix('torch.')} on {device.type}"
+    if library.kernels() is None:
+        return library.describe().removeprefix("PyTorch's (").removesuffix(")")
+    return ""
+
+
+def why_not_native(parameters: Parameters, stack: Stack, device: torch.device) -> str:
+    """Say why the native kernels can't run a model; empty where they can. Raises as above."""
+    if reason := no_kernels_for(device, parameters.dtype):
+        return reason
+    if parameters.dtype is torch.bfloat16:
+        for weight in (one for linear, _ in linears(stack) for one in linear.weights):
+            inputs = parameters.shape(weight.name)[-2 if weight.transposed else -1]
+            if inputs % 2:
+                return f"{weight.name} has an odd number of inputs"
+    return ""
+
+
+def list_rows(batch: Batch) -> RowList:
+    """Return the rows of a batch as the kernels take them. Raises `NoRoom`."""
+    listed = RowList()
+    for part in batch.parts:
+        assert isinstance(part.cache, PagedStore)
+        if isinstance(part, Draft):
+            part.cache.add_tree(listed, part.tree, part.base)
+        elif isinstance(part, Block):
+            part.cache.add_block(listed, part.rows)
+        else:
+            part.cache.add_chain(listed, part.tokens, range(part.rows - part.wanted, part.rows))
+    return listed
+
+
+class NativeModel(Model):
+    """Runs a model that is described by `stack`, with its `parameters`.
+
+    `weights`: the format of all linear layers' weights, `bfloat16` (as they come), `int8` or
+    `int4`. With `int4`, the head has 8 bits. `kept` and `memory`: as of `CompiledStack`.
+    """
+
+    exact = True
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        stack: Stack,
+        *,
+        chunk: int = CHUNK,
+        weights: str = BFLOAT16,
+        kept: WeightFile | None = None,
+        memory: int | None = None,
+    ) -> None:
+        kernels = library.kernels()
+        if kernels is None:
+            raise InvalidInput(f"no native kernels: {library.describe()}")
+        self.weights, self.chunk = weights, chunk
+        vocab_size, dtype = parameters.shape(stack.head.weights[0].name)[0], parameters.dtype
+        with torch.inference_mode():
+            pages = PagePool(kv_shapes(stack), kernels, None, dtype, state_shape(stack))
+            super().__init__(parameters.config, dtype, torch.device("cpu"), vocab_size, pages)
+            self._compiled = CompiledStack(parameters, stack, pages, weights, kept, memory)
+            if self._compiled.disk is not None:
+                self.streamed = self._compiled.disk
+                self.chunk, self.mixed_chunk = STREAMED_CHUNK, STREAMED_CHUNK // 4
+        self.weight_bytes, self._kernels = self._compiled.weight_bytes, kernels
+        self.mapped_bytes = self._compiled.mapped_bytes
+
+    @inference
+    def forward(self, batch: Batch) -> list[Passed]:
+        listed, run = list_rows(batch), self._compiled
+        logits = run(listed)
+        self.experts_read = run.experts_read
+        return split(batch.parts, logits, run.hidden if run.watched else None, run.best)
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self._compiled.embedding
+
+    @property
+    def head(self) -> nn.Module:
+        return self._compiled.head
+
+    def watch(self, layers: Sequence[int]) -> None:
+        check_layers(layers, self.config.num_hidden_layers)
+        self._compiled.watch(layers)
+
+    def describe(self) -> str:
+        kinds = [*sorted(self._compiled.stored), *([self.weights] * (self.weights != BFLOAT16))]
+        return f"native ({', '.join([self._kernels.name, *kinds])})"

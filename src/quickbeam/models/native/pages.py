@@ -1,0 +1,276 @@
+"""Pages of keys and values, and states, as the native kernels have them (`native/attention.h`,
+`native/recurrent.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from quickbeam.models.cache.kv import Page, Pool, SequenceCache, SequenceStates
+from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels
+from quickbeam.models.native.operands import KVShape, RowList
+from quickbeam.tree import TokenTree
+
+
+class StateShape(NamedTuple):
+    """How many float32 numbers a sequence's state has, and the inputs of one node (`Nodes`)."""
+
+    state: int
+    inputs: int
+
+
+class PagePool(Pool):
+    """Pages for all sequences of a model, and states, which are flat float32 tensors.
+
+    A page holds all layers in one piece of memory, so nothing is copied when a sequence grows.
+    `offsets`: where each layer begins in a page, in numbers. `dtype`: bfloat16 or float32.
+    `states`: what recurrent layers keep of a sequence; None where there are none. `recurrences`: an
+    array of `library.Recurrence`, of all such layers; whoever makes the program sets it.
+    """
+
+    recurrences: Any = None
+
+    def __init__(
+        self,
+        shapes: Sequence[KVShape],
+        kernels: Kernels,
+        limit: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        states: StateShape | None = None,
+    ) -> None:
+        super().__init__(limit)
+        self.dtype = dtype
+        self.shapes = [KVShape(*shape) for shape in shapes]
+        self.kernels, self.page = kernels, kernels.page
+        *self.offsets, self._numbers = [
+            0,
+            *accumulate(shape.numbers * self.page for shape in self.shapes),
+        ]
+        self.page_bytes = dtype.itemsize * self._numbers
+        self.layers = np.array(
+            [(*shape, offset) for shape, offset in zip(self.shapes, self.offsets, strict=True)],
+            dtype=np.int64,
+        )
+        self.state_shape = states
+        if states is not None:
+            self.has_states(states.state, 4)
+            self.zeros = self.make_state()  # of an empty sequence
+
+    def new(self) -> PagedStore:
+        return PagedStore(self)
+
+    def make(self) -> Page:
+        return Page(torch.zeros(self._numbers, dtype=self.dtype))
+
+    def make_state(self) -> torch.Tensor:
+        assert self.state_shape is not None
+        return torch.zeros(self.state_shape.state)
+
+    def copy(self, source: Page, target: Page) -> None:
+        target.data.copy_(source.data)
+
+
+class PagedStore(SequenceCache):
+    """One sequence's pages, the table in which the kernels find them, and its states if the model
+    has recurrent layers."""
+
+    pool: PagePool
+
+    def __init__(self, pool: PagePool) -> None:
+        super().__init__(pool)
+        self._table = (ctypes.c_void_p * 0)()
+        self._states: NativeStates | None = None if pool.state_shape is None else NativeStates(pool)
+
+    @property
+    def table(self) -> int:
+        """The address of the table of the pages' addresses; `reserve` may change it."""
+        return ctypes.addressof(self._table)
+
+    def bind(self) -> None:
+        self._table = (ctypes.c_void_p * len(self.pages))(
+            *[page.data.data_ptr() for page in self.pages]
+        )
+
+    def add_chain(
+        self, rows: RowList, tokens: Sequence[int], wanted: Sequence[int] | range
+    ) -> None:
+        """Add rows of tokens that follow the committed ones; each sees all before it, and itself.
+
+        `wanted`: which of these rows the head computes logits of. Raises `NoRoom`.
+        """
+        start, n = self.length, len(tokens)
+        self.reserve(start + n)
+        places = range(start, start + n)
+        rows.add(
+            self.table,
+            tokens,
+            places,
+            places,
+            range(start + 1, start + n + 1),
+            [()] * n,
+            wanted,
+            0 if self._states is None else self._states.chain(start, n),
+        )
+
+    def add_block(self, rows: RowList, count: int) -> None:
+        """Add `count` rows behind the committed tokens that may see one another. Raises `NoRoom`.
+
+        Where a layer is bidirectional, each sees all of them.
+        """
+        start = self.length
+        self.reserve(start + count)
+        positions = range(start, start + count)
+        seen = range(start + 1, start + count + 1)
+        rows.add(self.table, [0] * count, positions, positions, seen, [()] * count, ())
+
+    def add_tree(self, rows: RowList, tree: TokenTree, base: int = 0) -> None:
+        """Add rows of a draft tree's nodes from `base` on, all with logits.
+
+        The root follows the committed tokens. Raises `NoRoom`.
+        """
+        start, n = self.length, len(tree)
+        self.reserve(start + n)
+        paths: list[list[int]] = []
+        for node, parent in enumerate(tree.parent):
+            paths.append([*paths[parent], start + node] if parent >= 0 else [start + node])
+        positions = [start + depth for depth in tree.depth[base:]]
+        count = n - base
+        rows.add(
+            self.table,
+            tree.token[base:],
+            positions,
+            range(start + base, start + n),
+            [start] * count,
+            paths[base:],
+            range(count),
+            0 if self._states is None else self._states.tree(tree, base),
+        )
+
+    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
+        count, pool = len(source), self.pool
+        numbers, wide = ctypes.c_int64 * count, pool.dtype is torch.float32
+        orders = numbers(*source), numbers(*target), count
+        pool.kernels.move(self.table, pool.layers.ctypes.data, len(pool.layers), *orders, wide)
+
+
+class NativeStates(SequenceStates):
+    """The states of one sequence that the native kernels run.
+
+    The inputs of a tree's nodes are workspace, as the rows of a pass are, and are not counted by
+    the pool.
+    """
+
+    _pool: PagePool
+
+    def __init__(self, pool: PagePool) -> None:
+        super().__init__(pool)
+        self._border: Page | None = None  # as the next state, behind the last whole page of tokens
+        assert pool.state_shape is not None
+        self._inputs = torch.empty(0, pool.state_shape.inputs)
+        self._nodes, self._parents = library.Nodes(), array("q")
+        self._chain = False  # whether the last pass wrote the state behind all its nodes
+
+    def _crosses(self, length: int, tokens: int) -> bool:
+        """Whether a border of pages lies inside the tokens from `length` to `tokens`."""
+        page = self._pool.page
+        return self._pool.snapshots and tokens // page > length // page
+
+    def missing(self, length: int, tokens: int) -> int:
+        border = self._border is None and self._crosses(length, tokens)
+        return super().missing(length, tokens) + self._pool.state_pages * border
+
+    def reserve(self, length: int, tokens: int) -> None:
+        super().reserve(length, tokens)
+        if self._border is None and self._crosses(length, tokens):
+            self._border = self._pool.state_for()
+
+    def chain(self, length: int, count: int) -> int:
+        """Prepare a pass over `count` tokens of a text. Returns the address of its `Nodes`."""
+        return self._prepare(None, None, 0, count, True, self._border_within(length, count))
+
+    def tree(self, tree: TokenTree, base: int) -> int:
+        """Prepare a pass over a tree's nodes from `base` on. Returns the address of its `Nodes`."""
+        count = len(tree)
+        if len(self._inputs) < count:
+            grown = torch.empty(count + count // 2, self._inputs.shape[1])
+            grown[:base] = self._inputs[:base]
+            self._inputs = grown
+        self._parents = array("q", tree.parent)
+        chain = all(parent == node - 1 for node, parent in enumerate(tree.parent))
+        at = self._inputs.data_ptr()
+        return self._prepare(at, self._parents.buffer_info()[0], base, count, chain, 0)
+
+    def _prepare(
+        self,
+        inputs: int | None,
+        parents: int | None,
+        base: int,
+        count: int,
+        chain: bool,
+        border: int,
+    ) -> int:
+        state = self._pool.zeros if self._state is None else self._state.data
+        assert self._next is not None
+        nodes, self._chain = self._nodes, chain
+        nodes.state, nodes.next = state.data_ptr(), self._next.data.data_ptr() if chain else None
+        at_border = self._border.data.data_ptr() if border and self._border is not None else None
+        nodes.border, nodes.border_node = at_border, border - 1
+        nodes.inputs, nodes.parent, nodes.base, nodes.nodes = inputs, parents, base, count
+        return ctypes.addressof(nodes)
+
+    def _border_within(self, length: int, count: int) -> int:
+        """Return how many of `count` tokens behind `length` come before the last border of pages
+        that is neither before nor after all of them; 0 for none."""
+        border = (length + count) // self._pool.page * self._pool.page - length
+        return border if self._pool.snapshots and 0 < border < count else 0
+
+    def commit(self, path: Sequence[int], length: int) -> None:
+        """Make the state behind the nodes of `path`. `length`: without them.
+
+        Raises `ValueError` for a part of a text that was no tree.
+        """
+        count, nodes = len(path), self._nodes
+        whole = self._chain and count == nodes.nodes
+        border = self._border_within(length, count)
+        if not whole and not nodes.inputs:
+            raise ValueError(f"the pass ran {nodes.nodes} tokens of a text: commit all of them")
+        assert self._next is not None
+        if not whole or (border and not nodes.border):
+            start = nodes.state
+            if border:
+                assert self._border is not None
+                start = self._fold(start, path[:border], self._border)
+            self._fold(start, path[border:], self._next)
+        if border:
+            assert self._border is not None
+            self._keep(length + border, self._border)
+            self._border = None
+        self._step(length + count)
+        nodes.inputs = nodes.nodes = 0  # what was run is spent
+        self._chain = False
+
+    def _fold(self, state: int, path: Sequence[int], target: Page) -> int:
+        numbers, pool = array("q", path), self._pool
+        pool.kernels.fold(
+            pool.recurrences,
+            len(pool.recurrences),
+            state,
+            self._nodes.inputs,
+            numbers.buffer_info()[0],
+            len(numbers),
+            target.data.data_ptr(),
+        )
+        return int(target.data.data_ptr())
+
+    def release(self) -> None:
+        border, self._border = self._border, None
+        self._leave(border)
+        super().release()
+        self._inputs = torch.empty(0, self._inputs.shape[1])

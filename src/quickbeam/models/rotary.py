@@ -1,0 +1,168 @@
+"""Rotary angles (2104.09864), by what a configuration says of them in `rope_parameters`.
+
+They never change with a text's length, which would let a token's angles depend on the tokens that
+it is run with: on a prompt's chunks, and on the depth of a draft tree (`hold`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from quickbeam.errors import InvalidInput
+from quickbeam.models.stack import Rotary, Stack
+from quickbeam.models.weights.parameters import query_factors
+
+logger = logging.getLogger(__name__)
+
+STEP = 1024  # a table grows by so many positions
+Rope = Mapping[str, Any]
+# kinds without a scale here: that of "dynamic" begins beyond the context, and text has the same
+# position on all axes of "mrope"
+PLAIN = ("default", "dynamic", "mrope")
+SCALED = ("linear", "llama3", "longrope", "proportional", "yarn")
+
+
+def frequencies(rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
+    """Return the angles per position of `dim` dimensions, `[dim / 2]` float32, and a factor.
+
+    The factor is that of cosines and sines. Raises `InvalidInput` for a kind of angles that is not
+    known, and for a kind without its parameters, or with others than it can be made of.
+    """
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in PLAIN + SCALED:
+        known = ", ".join(PLAIN + SCALED)
+        raise InvalidInput(f"rotary angles of type {kind!r}; known: {known}")
+    try:
+        if kind not in PLAIN:
+            return _scaled(kind, rope, dim)
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+        base: float = rope["rope_theta"]
+        return 1.0 / (base**exponents), 1.0
+    except (KeyError, TypeError) as error:
+        raise InvalidInput(f"rotary angles of type {kind!r} lack {error}") from error
+    except (ValueError, ArithmeticError, RuntimeError) as error:
+        raise InvalidInput(f"rotary angles of type {kind!r} can't be made: {error}") from error
+
+
+def _scaled(kind: str, rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
+    """Return `frequencies` by transformers; those of LongRoPE within the first context."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"long_factor": None, **rope}
+    if kind == "longrope":
+        rope["attention_factor"] = rope.get("short_mscale") or rope.get("attention_factor")
+        if (count := len(rope["short_factor"])) != dim // 2:
+            raise ValueError(f"short_factor has {count} numbers for {dim // 2} pairs that turn")
+    if kind != "proportional":  # which go by the whole head
+        rope["partial_rotary_factor"] = 1.0
+    config = SimpleNamespace(
+        rope_parameters=rope, head_dim=dim, hidden_size=dim, num_attention_heads=1
+    )
+    config.max_position_embeddings, config.standardize_rope_params = None, lambda: None
+    angles, factor = ROPE_INIT_FUNCTIONS[kind](config)
+    return angles, float(factor)
+
+
+def of_config(config: Any) -> Iterator[dict[str, Any]]:
+    """Yield a configuration's angles: one kind, or one for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if not isinstance(rope, dict):
+        raise InvalidInput(f"its rope_parameters are {rope!r}: download it again")
+    kinds = [one for one in rope.values() if isinstance(one, dict)]
+    yield from kinds or [rope]
+
+
+def hold(config: Any) -> None:
+    """Set a context within which the angles don't change with a text's length.
+
+    Dynamic NTK changes them beyond the context, which no answer exceeds. LongRoPE has two sets of
+    angles, and takes the second for all tokens of a text that is longer than the model was first
+    trained for. Therefore the context of such a model ends at that length.
+    """
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int | float | None):
+        raise InvalidInput(f"its max_position_embeddings is {length!r}: download it again")
+    for rope in of_config(config):
+        border = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if border and length and rope.get("factor", 0) is None:
+            rope["factor"] = length / border
+        if rope.get("rope_type", rope.get("type")) != "longrope" or not border or not length:
+            continue
+        # what follows from the context, which ends earlier from now on
+        rope.setdefault("factor", length / border)
+        rope.setdefault("original_max_position_embeddings", border)
+        if border < length:
+            logger.warning(
+                "the context is %d tokens, not %d: beyond that, LongRoPE changes the "
+                "angles of all tokens",
+                border,
+                length,
+            )
+            config.max_position_embeddings = length = int(border)
+
+
+class Angles:
+    """Cosines and sines of `dim` dimensions by position, for halves that turn together.
+
+    `backwards`: of the negative of each angle.
+    """
+
+    def __init__(self, rope: Rope, dim: int, backwards: bool = False) -> None:
+        self._frequencies, self._factor = frequencies(rope, dim)
+        if backwards:
+            self._frequencies = -self._frequencies
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return those of `positions` `[...]`, `[..., dim / 2]` float32 each."""
+        self._frequencies = self._frequencies.to(positions.device)  # moved once
+        angles = positions.float()[..., None] * self._frequencies
+        return angles.cos() * self._factor, angles.sin() * self._factor
+
+
+class AngleTable:
+    """Cosines and sines of all kinds of layers side by side, by position.
+
+    `config`: what the model's configuration says. `columns`: where each kind of angles begins.
+    `end`: where all end; there the cosines have the queries' factor.
+    """
+
+    def __init__(self, config: Any, stack: Stack) -> None:
+        self._scale = next((one.query_scale for one in stack.attentions), None)
+        rotated = [one for one in stack.attentions if one.rotary is not None]
+        halves = {one.rotary: one.rotary_dim // 2 for one in rotated if one.rotary is not None}
+        self.columns, self.end = dict[Rotary, int](), 0
+        self._angles = list[Angles]()
+        for rotary, half in halves.items():
+            self.columns[rotary], self.end = self.end, self.end + half
+            self._angles.append(angles_of(config, rotary, 2 * half))
+        self._table = (torch.empty(0, 1), torch.empty(0, 1))
+
+    def up_to(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines, `[positions, columns]` each, at least up to `position`."""
+        if position >= len(self._table[0]):
+            positions = torch.arange((position // STEP + 1) * STEP)
+            parts = [one.at(positions) for one in self._angles]
+            factors = torch.ones(len(positions), 1)
+            if self._scale is not None:
+                factors = query_factors(self._scale, positions)[:, None]
+            cosine, sine = (torch.cat([*(part[k] for part in parts), factors], 1) for k in (0, 1))
+            self._table = cosine.contiguous(), sine.contiguous()
+        return self._table
+
+
+def angles_of(config: Any, rotary: Rotary, dim: int) -> Angles:
+    """Return the angles of layers with `rotary`, of which `dim` dimensions turn."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rotary.kind is not None and not isinstance(rope.get(rotary.kind), dict):
+        raise InvalidInput(f"its rope_parameters lack those of {rotary.kind}")
+    rope = rope if rotary.kind is None else rope[rotary.kind]
+    if rotary.base is not None:
+        rope = {**rope, "rope_theta": rotary.base}
+    return Angles(rope, dim, rotary.backwards)

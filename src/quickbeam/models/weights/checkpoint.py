@@ -1,0 +1,441 @@
+"""A model's folder as data: its configuration, and its tensors by name and row.
+
+transformers is imported only for a configuration that another version of it wrote, to fill in what
+that leaves out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quickbeam.errors import InvalidInput, first_line, refuse_incomplete, some_of
+from quickbeam.hub.cache import cache_folder
+from quickbeam.hub.mtp import is_mtp
+from quickbeam.models.families import FAMILIES, stack_of
+from quickbeam.models.families.nearest import undescribed
+from quickbeam.models.families.reading import ATTRIBUTES, PAGE, NotDescribed, check_count
+from quickbeam.models.native import library
+from quickbeam.models.native.quantised import BlockRows, Weight
+from quickbeam.models.rotary import hold
+from quickbeam.models.stack import Stack
+from quickbeam.models.weights.parameters import Parameters, experts, linears, names
+from quickbeam.models.weights.prequantised import (
+    UNREAD,
+    QuantisedTensor,
+    method_of,
+    refuse_mlx,
+    refuse_unnamed,
+)
+from quickbeam.models.weights.shapes import check_shapes, expected, refuse_shared_experts
+from quickbeam.models.weights.stored import (
+    COMPOSITES,
+    TRANSPOSED,
+    PlainTensor,
+    Stored,
+    dense,
+    language_part,
+    located,
+    own_names,
+)
+from quickbeam.models.weights.tensor_files import DTYPES, TensorFiles
+
+logger = logging.getLogger(__name__)
+
+WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+UNWANTED = ("original/*", "consolidated*", "onnx/*", "metal/*")  # other forms of the same
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+NUMBERS = {"BF16", "F16", "F32"}
+CONVERTED = {"F64", "F8_E4M3", "F8_E5M2"}  # read as well, with a word
+INTEGERS = {"U8", "I8", "I16", "I32", "I64"}  # of weights in few bits
+WHOLE = "5."  # versions of transformers whose configurations say all that a family reads
+# what they say in `rope_parameters`
+EARLIER = {"rope_scaling", "partial_rotary_factor", "rotary_pct", "rope_theta"}
+
+
+class ModelConfig:
+    """A configuration as data: its fields are the attributes."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        own = dir(ModelConfig)
+        self.__dict__.update((name, value) for name, value in fields.items() if name not in own)
+
+    @property
+    def attribute_map(self) -> dict[str, str]:
+        """Other names of attributes, as transformers has them."""
+        return ATTRIBUTES.get(self.__dict__.get("model_type", ""), {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.attribute_map:
+            return getattr(self, self.attribute_map[name])
+        if name == "num_hidden_layers" and self.__dict__.get("layers_block_type"):
+            return len(self.__dict__["layers_block_type"])
+        raise AttributeError(f"the configuration has no {name}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def get_text_config(self) -> ModelConfig:
+        return self
+
+    @property
+    def whole_type(self) -> str:
+        """The `model_type` of the whole that this is the language part of, or its own."""
+        return str(self.__dict__.get("_whole") or self.__dict__.get("model_type", ""))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what a file of the folder says; nothing where there is none.
+
+    Raises `InvalidInput` where it can't be read.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_plain)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path} can't be read: {error}") from error
+    return fields if isinstance(fields, dict) else {}
+
+
+def _plain(value: dict[str, Any]) -> Any:
+    """Return infinity and NaN for what transformers writes in their place."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Return a folder's configuration, with all that transformers fills in.
+
+    Of a model that reads more than text, it is that of the language part (`language_part`).
+
+    Configurations of other versions are read by transformers once, and kept in the cache folder.
+    Raises `InvalidInput` where that fails.
+    """
+    fields = read_json(folder / "config.json")
+    refuse_mlx(fields)
+    part = fields.get("text_config")
+    for of in (fields, part if isinstance(part, dict) else {}):
+        if not isinstance(kind := of.get("model_type"), str | None):
+            raise InvalidInput(f"its config.json has the model_type {kind!r}: download it again")
+        for layers in {"num_hidden_layers", "n_layer"} & of.keys():  # transformers lists them all
+            if of[layers] is not None:
+                check_count(of[layers], "layers")
+    language = language_part(fields)
+    if str(fields.get("transformers_version")).startswith(WHOLE) and _says_all(language):
+        return ModelConfig(language)
+    what = version("transformers") + json.dumps(fields, sort_keys=True)
+    digest = hashlib.sha256(what.encode()).hexdigest()[:16]
+    kept = cache_folder() / "configs" / f"{digest}.json"
+    filled = dict[str, Any]()
+    with suppress(InvalidInput):  # damaged, as by a power cut: it is made again
+        filled = read_json(kept)
+    if not filled:
+        from transformers import AutoConfig
+
+        try:
+            read = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            text = read.to_json_string(use_diff=False)
+            filled = json.loads(text, object_hook=_plain)
+        except Exception as error:  # of any kind, by what the file says
+            raise InvalidInput(f"its config.json can't be read: {first_line(error)}") from error
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            part = kept.with_suffix(f".{os.getpid()}.tmp")
+            part.write_text(json.dumps(filled), encoding="utf-8")
+            os.replace(part, kept)
+        except OSError as error:
+            logger.info("the configuration can't be kept in %s: %s", kept.parent, error)
+    return ModelConfig(language_part(filled))
+
+
+def refuse_undescribed(folder: Path) -> None:
+    """Raise `NotDescribed` for a folder with a model of no family, before anything reads more."""
+    fields = read_json(folder / "config.json")
+    if not isinstance(fields.get("model_type"), str):
+        return  # `read_config` says why
+    language = language_part(fields)
+    kind = language.get("model_type")
+    older = kind in COMPOSITES  # whose fields `read_config` puts into parts
+    if isinstance(kind, str) and not older and kind not in FAMILIES:
+        raise undescribed(language, FAMILIES)
+
+
+def _says_all(fields: Mapping[str, Any]) -> bool:
+    """Whether fields have the form that transformers writes.
+
+    Of other forms, as of edited files, it makes more than they say.
+    """
+    rope = fields.get("rope_parameters")
+    layered = "layer_types" in fields and fields.get("use_sliding_window", True)
+    return (
+        isinstance(rope, dict)
+        and not fields.keys() & EARLIER
+        and "tie_word_embeddings" in fields
+        and bool(layered or not fields.get("sliding_window"))
+    )
+
+
+def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:
+    """Return a model's folder: `model` itself, or what `wanted` files of a Hugging Face id are
+    downloaded to.
+
+    Weights in `.bin` files are downloaded where there are no others. Raises `InvalidInput` where
+    there is no such model.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise InvalidInput(f"no such model folder or file: {model}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    def download(patterns: list[str]) -> Path:
+        folder = snapshot_download(
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=list(UNWANTED)
+        )
+        return Path(folder)
+
+    try:
+        folder = download([*wanted])
+        if not any(folder.glob("*.safetensors")):
+            folder = download([*wanted, "*.bin"])
+        return folder
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidInput(
+            f"can't load {model!r}: {reason} (give a Hugging Face id, a model "
+            "folder or a .gguf file)"
+        ) from error
+
+
+class Checkpoint(Parameters):
+    """The parameters of a folder's weight files (`Parameters`).
+
+    Names are those of the causal LM, also where the checkpoint holds the model without its head.
+    `config`: read from the folder where it is not given. `dtype`: what tensors are given in; None:
+    what the configuration names. `widened`: weights in few bits are widened, as they are without
+    native kernels. `stack`: the model's architecture.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None, widened: bool = False) -> None:
+        """Find each tensor of the stack.
+
+        Raises `NotDescribed` for what no family describes, or is stored otherwise than the family
+        says, and `InvalidInput` for tensors that are missing, or have another shape.
+        """
+        refuse_undescribed(folder)
+        self.path, self.config = folder, read_config(folder)
+        self._method = method_of(self.config)
+        self._files = TensorFiles(folder)
+        if dtype is None:
+            dtype = self._own_dtype()
+        self.dtype = dtype
+        hold(self.config)
+        self.stack: Stack = stack_of(self.config, dtype)
+        self._recent = dict[tuple[str, int, int], Any]()  # the last that were made of few bits
+        self._in_blocks = set[str]()  # what products read, of which blocks stay blocks
+        if dtype is torch.bfloat16 and not widened and library.kernels() is not None:
+            read = [one for linear, _ in linears(self.stack) for one in linear.weights]
+            self._in_blocks = {one.name for one in read}
+        self._stored = self._places(self.stack)
+        self._as_stored: set[str | None] = {of.routing.correction for of in experts(self.stack)}
+        if self.quantised:  # most often in half precision
+            self._as_stored |= {name for name in self._stored if len(self.shape(name)) == 1}
+        check_shapes(self.stack, self.shape, expected(self.stack, self.config))
+
+    def _own_dtype(self) -> torch.dtype:
+        """Return the number format that the configuration names, or that most tensors have.
+
+        Raises `InvalidInput` for one that nothing computes in.
+        """
+        named = self.config.__dict__.get("dtype") or self.config.__dict__.get("torch_dtype")
+        if named is None:
+            kinds = Counter(self._files.kind(name) for name in self._files.names)
+            named = next((DTYPES[kind] for kind, _ in kinds.most_common() if kind in NUMBERS), None)
+        name = str(named).removeprefix("torch.")
+        dtype: torch.dtype | None = getattr(torch, name, None)
+        if self.quantised and dtype is torch.float16:  # what AWQ and GPTQ are saved in
+            return torch.bfloat16
+        if dtype in FLOAT8:  # of numbers without scales
+            return torch.bfloat16
+        if dtype is None or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise InvalidInput(
+                f"its config.json names numbers of type {name}: give dtype bfloat16, float16 or "
+                "float32"
+            )
+        return dtype
+
+    def _places(self, stack: Stack) -> dict[str, Stored]:
+        (head,), wanted = {one.name for one in stack.head.weights}, names(stack)
+        config, parts = self.config, self.config.whole_type != self.config.model_type
+        named = own_names(self._files.names, config.model_type, stack.embedding, head, parts)
+        if config.tie_word_embeddings:  # either name may stand for both
+            tied = named.get(stack.embedding) or named.get(head)
+            if tied is not None:
+                named = {stack.embedding: tied, head: tied} | named
+
+        width = config.hidden_size if config.model_type in TRANSPOSED else None
+        places = {name: located(name, named, self._files, self._method, width) for name in wanted}
+        stored: dict[str, Stored] = {name: one for name, one in places.items() if one is not None}
+        read = {name for one in stored.values() for name in one.names}
+        self._like = {name: one.like(self._files) for name, one in stored.items()}
+        in_blocks_of = (name for name, one in self._like.items() if isinstance(one, BlockRows))
+        in_blocks = {one for name in in_blocks_of for one in stored[name].names}
+        read |= {named[name] for name in stack.unread if name in named}
+        unread = {name for name, one in named.items() if one not in read}
+        self._leave_out(unread, named, wanted, wanted - stored.keys())
+        if self._in_blocks:
+            try:
+                refuse_shared_experts(stack, self._like.__getitem__)
+            except NotDescribed as error:
+                logger.info("%s is widened: %s", self.path, error)
+                self._in_blocks.clear()
+        self._check_numbers(read - in_blocks, bool(in_blocks))
+        return stored
+
+    def _leave_out(
+        self,
+        unread: Iterable[str],
+        named: Mapping[str, str],
+        wanted: Collection[str],
+        lacking: Collection[str],
+    ) -> None:
+        """Say which tensors are left out, as they are none of the model's.
+
+        `lacking`: parameters of those `wanted` that are not found. Raises `InvalidInput` for them,
+        and for weights in few bits where no method is named. Raises `NotDescribed` for a bias that
+        the architecture doesn't add.
+        """
+        others = (name for name in unread if not is_mtp(name, self.config))
+        odd = sorted(name for name in others if not self._needless(name, named))
+        for name in odd:
+            if self._method is None:
+                refuse_unnamed(name)
+            if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in wanted:
+                raise NotDescribed(
+                    f"its files hold {name}, and the family {self.config.model_type!r} has no such "
+                    f"bias; {PAGE} says how to describe it"
+                )
+        refuse_incomplete(lacking, [], odd)
+        if odd:
+            logger.warning(
+                "%s: its files hold %s, which its architecture has no use for: left out",
+                self.path,
+                some_of(odd),
+            )
+
+    def _check_numbers(self, read: Iterable[str], in_blocks: bool) -> None:
+        """Raise `NotDescribed` for tensors of a type that is not read.
+
+        `in_blocks`: whether other tensors are in blocks; then float8 numbers should be as well,
+        with scales, and `InvalidInput` is raised. It is also raised for integers where the
+        configuration doesn't say what they stand for.
+        """
+        kinds = {name: self._files.kind(name) for name in read}
+        integers = sorted(name for name, kind in kinds.items() if kind in INTEGERS)
+        if integers and self._method is None:
+            raise InvalidInput(
+                f"its files hold {some_of(integers)} as integers ({kinds[integers[0]]}), as "
+                "quantised weights are, and its config.json has no quantization_config: download "
+                "config.json again, or take the unquantised weights"
+            )
+        if odd := {*kinds.values()} - NUMBERS - CONVERTED:
+            raise NotDescribed(
+                f"its files hold numbers of type {', '.join(sorted(odd))}; read are "
+                f"{', '.join(sorted(NUMBERS | CONVERTED))}: take another checkpoint"
+            )
+        converted = {name: kind for name, kind in kinds.items() if kind in CONVERTED}
+        for name, kind in sorted(converted.items()):
+            if in_blocks and kind != "F64":
+                raise InvalidInput(
+                    f"{name} has float8 numbers and no scale, which others have: download it "
+                    "again, with all of its files"
+                )
+        if converted:
+            logger.warning(
+                "%s: numbers of type %s (%s) become %s",
+                self.path,
+                ", ".join(sorted({*converted.values()})),
+                some_of(converted),
+                str(self.dtype).removeprefix("torch."),
+            )
+
+    @property
+    def quantised(self) -> bool:
+        """Whether it holds weights in few bits."""
+        return self._method is not None
+
+    def _needless(self, name: str, named: Mapping[str, str]) -> bool:
+        """Whether a tensor says nothing about the model.
+
+        It is a scale of activations beside quantised weights, or a bias of zeros, as GPTQ's
+        libraries wrote for all weights.
+        """
+        if self._method is not None and name.rpartition(".")[2] in UNREAD:
+            return True
+        return name.endswith(".bias") and not self._files.whole(named[name]).float().any()
+
+    def mapped(self, name: str) -> Any:
+        """Return a tensor whose rows are read from its file as they are needed.
+
+        The whole is read where the file has it otherwise, or in another number format.
+        """
+        stored = self._stored[name]
+        if not isinstance(stored, PlainTensor) or stored.transposed:
+            return self(name)
+        if self._files.dtype(stored.name) is not self.dtype:
+            return self(name)
+        return self._files.mapped(stored.name)
+
+    def shape(self, name: str) -> list[int]:
+        return self._stored[name].shape(self._files)
+
+    def like(self, name: str) -> Weight:
+        return self._like[name] if name in self._in_blocks else super().like(name)
+
+    def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
+        """Return rows `first` to `last` (excluded) of a tensor.
+
+        The numbers are those that loading the model gives: corrections of routers keep every bit,
+        and so do norms and biases beside weights in few bits. What products read in few bits stays
+        in blocks (`BlockRows`; of MXFP4, rows are those of the transposed matrices) where the other
+        numbers are bfloat16. Raises `QuickbeamError` naming the file where it can't be read.
+        """
+        end, stored = self.shape(name)[0], self._stored[name]
+        last = end if last is None else last
+        if isinstance(stored, PlainTensor):
+            numbers = stored.rows(self._files, first, last)
+            if name not in self._as_stored:
+                return numbers.to(self.dtype)
+            return numbers.float() if numbers.dtype is torch.float64 else numbers
+        if isinstance(stored, QuantisedTensor):  # made as a whole
+            return self._made(name, 0, end)[first:last]
+        return self._made(name, first, last)
+
+    def _made(self, name: str, first: int, last: int) -> Any:
+        """Return rows of a tensor in blocks, or made of them; gates, then what they let through."""
+        key = (name, first, last)
+        if key not in self._recent:
+            if len(self._recent) > 1:
+                del self._recent[next(iter(self._recent))]
+            stored: Any = self._stored[name]
+            rows = stored.rows(self._files, first, last)
+            if name not in self._in_blocks or isinstance(rows, torch.Tensor):
+                rows = dense(rows, stored).to(self.dtype)
+            self._recent[key] = rows
+        return self._recent[key]
+
+    def release(self, layers: str, layer: int | None) -> None:
+        """Let go of what was made."""
+        self._recent.clear()
