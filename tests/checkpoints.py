@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from quickbeam.drafters.checkpoints import load_eagle
-from quickbeam.drafters.eagle_model import MODEL_TYPE
+from quickbeam.drafters.eagle_files import load_eagle
 from quickbeam.drafters.folder import TargetParts, write_folder
+from quickbeam.drafters.layouts import OWN_EAGLE
 
 D, VOCAB, DRAFT, LAYERS = 32, 97, 20, 12
 LLAMA: dict[str, Any] = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=D)
@@ -94,5 +94,5 @@ def rewrite(folder, tensors):
 
 
 def save(network, folder, dtype=torch.bfloat16):
-    record = {"model_type": MODEL_TYPE, **asdict(network.config)}
+    record = {"model_type": OWN_EAGLE, **asdict(network.config)}
     write_folder(folder, record, network.state_dict(), dtype)

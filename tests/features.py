@@ -128,7 +128,8 @@ class Pair:
         parts = self.taps(ids[:-1], [min(layer, 3) for layer in self.config.layers])
         if self.config.feature_norms:
             norms = self.network.feature_norms
-            parts = [normed(n.weight, x, n.eps) for n, x in zip(norms, parts, strict=True)]
+            both = zip(norms, parts, strict=True)
+            parts = [normed(norm.weight, part, self.config.eps) for norm, part in both]
         certain = torch.cat(parts, -1)
         if self.config.join == "attention":
             certain = certain @ self.network.fc.weight.T

@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedModel
 
 from models import table, tiny
-from quickbeam.drafters.block_files import ARCHITECTURE, IN_LAYER, MODULES
+from quickbeam.drafters.layouts import DFLASH, GGUF_IN_LAYER, GGUF_MODULES
 from quickbeam.models.weights.gguf.architecture import INTERLEAVED, INTERLEAVED_EXPERTS
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 288}
@@ -319,7 +319,7 @@ def mtp_block(architecture: str, layers: int, layer, plus: float = 1.0) -> dict[
 
 def block_drafter(path, network, kind=None):
     """A block drafter's file. `kind`: the format of its matrices, F32 without."""
-    writer, c = gguf.GGUFWriter(str(path), ARCHITECTURE), network.config
+    writer, c = gguf.GGUFWriter(str(path), DFLASH), network.config
     say(writer, context_length=512, embedding_length=c.hidden_size, block_count=c.depth)
     say(writer, feed_forward_length=c.intermediate_size, head_count=c.heads, key_length=c.head_dim)
     say(writer, head_count_kv=c.kv_heads, layer_norm_rms_eps=c.eps, rope_freq_base=10000.0)
@@ -329,17 +329,17 @@ def block_drafter(path, network, kind=None):
         own |= {"conv_kernel_size": c.conv_taps, "conv_group_size": c.conv_group}
         own |= {"selector_rank": c.markov_rank, "selector_top_k": c.top_k}
     for name, value in own.items():
-        writer.add_uint32(f"{ARCHITECTURE}.{name}", value)
-    writer.add_array(f"{ARCHITECTURE}.target_layers", list(c.taps))
-    writer.add_bool(f"{ARCHITECTURE}.sample_from_anchor", c.from_anchor)
+        writer.add_uint32(f"{DFLASH}.{name}", value)
+    writer.add_array(f"{DFLASH}.target_layers", list(c.aux_layers))
+    writer.add_bool(f"{DFLASH}.sample_from_anchor", c.from_anchor)
     scales = {"embedding_scale": c.embedding_scale, "logit_scale": c.output_multiplier}
     for name, value in (scales | {"final_logit_softcapping": c.softcap}).items():
-        writer.add_float32(f"{ARCHITECTURE}.{name}", value)
+        writer.add_float32(f"{DFLASH}.{name}", value)
     if c.windows:
         writer.add_sliding_window(max(one or 0 for one in c.windows))
         writer.add_sliding_window_pattern([one is not None for one in c.windows])
     writer.add_uint32("tokenizer.ggml.mask_token_id", c.mask_token)
-    names = {own: one for one, own in [*MODULES.items(), *reversed(IN_LAYER.items())]}
+    names = {own: one for one, own in [*GGUF_MODULES.items(), *reversed(GGUF_IN_LAYER.items())]}
     for name, tensor in network.state_dict().items():
         of = re.sub(r"^layers\.\d+\.", "", name)
         module, _, last = of.rpartition(".")

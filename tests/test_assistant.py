@@ -19,7 +19,8 @@ from drafters import DRAFTED
 from features import Pair, held
 from models import SIZES, tiny
 from quickbeam import LLM
-from quickbeam.drafters.assistant import OrderedHead, is_assistant, load_assistant
+from quickbeam.drafters.assistant import OrderedHead, load_assistant
+from quickbeam.drafters.layouts import ASSISTANT, is_kind
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
@@ -211,7 +212,7 @@ def test_it_is_named_like_any_drafter(toy_folder, tmp_path):
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
     pair = opened(tmp_path / "a", target="shared")
     path = tmp_path / "a"
-    assert is_assistant(path) and not is_assistant(tmp_path)
+    assert is_kind(path, ASSISTANT) and not is_kind(tmp_path, ASSISTANT)
     with pytest.raises(InvalidInput, match="an assistant of Gemma 4, the target is a llama"):
         load_assistant(path, make_model(tiny("llama")))
     narrow = FIELDS | PLAIN | {"num_hidden_layers": 2, "layer_types": KINDS, "global_head_dim": 8}

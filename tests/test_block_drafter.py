@@ -22,10 +22,10 @@ from features import Pair, attended, grown, held, normed, page_size, rotated, ro
 from kernels import best_set, every_set, load
 from models import VOCAB, spread_out, tiny
 from quickbeam import LLM
-from quickbeam.drafters import block
-from quickbeam.drafters.block import BlockDrafter, NativeBlocks, TorchBlocks
+from quickbeam.drafters.block import BlockDrafter, NativeCandidates, TorchCandidates
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_model import BlockNetwork
+from quickbeam.drafters.passes import NativePasses, TorchPasses
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact, Shortlist
 from quickbeam.methods.base import NoDraft
@@ -39,8 +39,8 @@ SIZES = {"block_size": 4, "mask_token": MASK, "markov_rank": 6}
 DSPARK = BlockConfig(D, 48, 4, 2, 8, 2, (1, 2), D, VOCAB, **SIZES)
 KINDS = {
     "dspark": DSPARK,
-    "dflash": replace(DSPARK, from_anchor=False, markov_rank=0, taps=(2,)),
-    "causal": replace(DSPARK, causal=True, markov_rank=0, taps=(2, 2)),
+    "dflash": replace(DSPARK, from_anchor=False, markov_rank=0, aux_layers=(2,)),
+    "causal": replace(DSPARK, causal=True, markov_rank=0, aux_layers=(2, 2)),
     "confident": replace(DSPARK, confidence=True, block_size=3),
     "own head": replace(DSPARK, draft_vocab_size=60, confidence=True),
     "scaled": replace(DSPARK, embedding_scale=1.5, output_multiplier=0.625, softcap=3.0),
@@ -90,7 +90,7 @@ class Toy(Pair):
             return normed(weight[f"{name}.weight"], x, c.eps)
 
         anchor, size = len(ids) - 1, c.block_size
-        taps = torch.cat(self.taps(ids[:-1], c.taps), -1)
+        taps = torch.cat(self.taps(ids[:-1], c.aux_layers), -1)
         context = norm("hidden_norm", taps @ weight["fc.weight"].T)
         x = self.model.get_input_embeddings()(torch.tensor([ids[-1], *[MASK] * (size - 1)]))
         if c.own_mask:
@@ -277,18 +277,18 @@ def test_a_shortlist_is_scored_once_a_tree(dtype):
 @pytest.mark.parametrize("rank", [0, 6, 64])
 def test_the_kernels_find_candidates_and_what_follows_them_as_pytorch_does(isa, rank):
     config = replace(DSPARK, markov_rank=rank)
-    plain = Toy(config, dtype=torch.bfloat16, native=False).drafter.passes
-    assert isinstance(plain, TorchBlocks)
-    native = NativeBlocks(plain.network, load(isa), None)
+    plain = Toy(config, dtype=torch.bfloat16, native=False).drafter.candidates
+    assert type(plain) is TorchCandidates
+    native = NativeCandidates(plain.markov, load(isa))
     wide = 4 * torch.randn(4, VOCAB + 20, generator=torch.Generator().manual_seed(rank))
     for count, names in ((VOCAB, None), (VOCAB - 3, torch.randperm(VOCAB)[:-3]), (5, None)):
         for within in (2.0, 7.0, math.inf):
             state = SimpleNamespace(gates=None, after=None)
             logits = wide[:, 3 : count + 3]  # rows that don't lie side by side
-            state.scores, state.tokens = plain.candidates(logits, names, within)
+            state.scores, state.tokens = plain.likely(logits, names, within)
             for mine, expected in zip(
-                native.candidates(logits, names, within),
-                plain.candidates(logits, names, within),
+                native.likely(logits, names, within),
+                plain.likely(logits, names, within),
                 strict=True,
             ):
                 assert torch.equal(mine, expected)
@@ -297,7 +297,7 @@ def test_the_kernels_find_candidates_and_what_follows_them_as_pytorch_does(isa, 
                 native.follow(state, places), plain.follow(state, places), atol=1e-5, rtol=1e-5
             )
     wide[1, 17] = math.nan  # shows in its row, whatever the others'
-    kept, tokens = native.candidates(wide, None, 0.0)
+    kept, tokens = native.likely(wide, None, 0.0)
     assert kept[1, tokens.tolist().index(17)].isnan() and 4 <= len(tokens) < 20
 
 
@@ -307,11 +307,11 @@ def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(isa, kin
     load(isa)
     config, half = KINDS[kind], torch.bfloat16
     plain = Toy(config, dtype=half, native=False)
-    assert isinstance(plain.drafter.passes, TorchBlocks)
+    assert isinstance(plain.drafter.passes, TorchPasses)
     usual = mean(plain.distances())
     for weights, more in ((BFLOAT16, 1e-3), (None, 0.02)):  # 8 bits add little
         toy = Toy(config, dtype=half, weights=weights)
-        assert isinstance(toy.drafter.passes, NativeBlocks)
+        assert isinstance(toy.drafter.passes, NativePasses)
         assert mean(toy.distances()) <= 1.25 * usual + more
     weight = toy.network.layers[1].self_attn["o_proj"].weight
     weight.copy_(weight.flip(0).clone())
@@ -320,9 +320,8 @@ def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(isa, kin
 
 @best_set
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_the_same_with_both_and_calls_together_with_calls_alone(isa, kind, monkeypatch):
+def test_answers_are_the_same_with_both_and_calls_together_with_calls_alone(isa, kind):
     load(isa)
-    monkeypatch.setattr(block, "SEQUENCES", 2)
     rng, answers = random.Random(kind), list[list[int]]()
     prompt = words(rng, 9)
     params = SamplingParams(max_tokens=25, temperature=0.7, seed=1, ignore_eos=True)
@@ -347,7 +346,9 @@ def test_answers_are_the_same_with_both_and_calls_together_with_calls_alone(isa,
 def test_a_folder_drafts_for_a_model(toy_folder, tmp_path, method, dtype):
     config = AutoConfig.from_pretrained(toy_folder)
     size, vocab, count = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    block = replace(DSPARK, hidden_size=size, target_size=size, vocab_size=vocab, taps=(1, count))
+    block = replace(
+        DSPARK, hidden_size=size, target_size=size, vocab_size=vocab, aux_layers=(1, count)
+    )
     block = replace(block, causal=None, windows=(5, None))
     torch.manual_seed(0)
     BlockNetwork(block).save(tmp_path)

@@ -20,11 +20,13 @@ from features import words
 from models import SIZES, VOCAB, spread_out, tiny
 from quickbeam import LLM
 from quickbeam.drafters import folder
-from quickbeam.drafters.block import BlockDrafter, NativeBlocks, TorchBlocks
+from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_config import BlockConfig
-from quickbeam.drafters.block_files import TURNED, is_block, load_block
+from quickbeam.drafters.block_files import ROTATED, load_block
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.folder import TargetParts
+from quickbeam.drafters.layouts import BLOCK, is_kind
+from quickbeam.drafters.passes import NativePasses, TorchPasses
 from quickbeam.drafters.vocabulary import make_shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.compile.native_model import NativeModel
@@ -53,7 +55,7 @@ def read(folder):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_comes_back_as_it_was_saved(toys, kind, tmp_path):
     toys[kind].network.save(tmp_path, torch.float32)
-    assert is_block(tmp_path)
+    assert is_kind(tmp_path, BLOCK)
     network = read(tmp_path)
     assert network.config == KINDS[kind]
     for name, tensor in toys[kind].network.state_dict().items():
@@ -69,7 +71,7 @@ def test_the_layout_of_dflash_is_read(toys, tmp_path):
         del record[name]
     record |= {"architectures": ["DFlashDraftModel"], "dflash_config": nested}
     (tmp_path / "config.json").write_text(json.dumps(record))
-    assert is_block(tmp_path) and read(tmp_path).config == KINDS["dflash"]
+    assert is_kind(tmp_path, BLOCK) and read(tmp_path).config == KINDS["dflash"]
     for inside, field in (
         ({"projector_type": "dspark"}, {"from_anchor": True}),
         ({"shift_label": True}, {"from_anchor": True}),
@@ -82,7 +84,7 @@ def test_the_layout_of_dflash_is_read(toys, tmp_path):
         assert read(tmp_path).config == replace(KINDS["dflash"], **field)
     del again["block_size"]
     (tmp_path / "config.json").write_text(json.dumps(again))
-    assert is_block(tmp_path) and read(tmp_path).config == KINDS["dflash"]
+    assert is_kind(tmp_path, BLOCK) and read(tmp_path).config == KINDS["dflash"]
 
 
 def test_the_layout_of_speculators_is_read(toys, tmp_path):
@@ -99,7 +101,7 @@ def test_the_layout_of_speculators_is_read(toys, tmp_path):
     def config(tensors, **changes):
         (tmp_path / "config.json").write_text(json.dumps(record | changes))
         save_file(tensors, tmp_path / WEIGHTS)
-        assert is_block(tmp_path)
+        assert is_kind(tmp_path, BLOCK)
         return read(tmp_path).config
 
     right, copies = KINDS["own head"], {"embed_tokens.weight": torch.ones(VOCAB, D)}
@@ -120,7 +122,7 @@ def test_the_layout_of_speculators_is_read(toys, tmp_path):
     whole["lm_head.weight"] = torch.ones(VOCAB, D)  # a copy, too
     flash = {"speculators_model_type": "dflash", "draft_vocab_size": VOCAB, "markov_rank": 0}
     given = config(whole, **flash, enable_confidence_head=False)
-    assert given == replace(KINDS["dflash"], taps=(1, 2))
+    assert given == replace(KINDS["dflash"], aux_layers=(1, 2))
     refuses("more than once", config, state | {"d2t": -torch.arange(60)})
     refuses("lack d2t", config, {name: one for name, one in state.items() if name != "d2t"})
 
@@ -136,7 +138,7 @@ def test_the_layouts_of_dflash2_and_liquidai_are_read(toys, tmp_path):
     plain = {name.replace("codebook.weight", "codebook"): one for name, one in state.items()}
     save_file(plain, tmp_path / WEIGHTS)
     (tmp_path / "config.json").write_text(json.dumps(record))
-    assert is_block(tmp_path) and read(tmp_path).config == KINDS["dflash2"]
+    assert is_kind(tmp_path, BLOCK) and read(tmp_path).config == KINDS["dflash2"]
     toys["gemma"].network.save(tmp_path, torch.float32)
     record = json.loads((tmp_path / "config.json").read_text())
     angles = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
@@ -168,7 +170,7 @@ def test_the_layouts_of_dflash2_and_liquidai_are_read(toys, tmp_path):
     (tmp_path / "mask_embedding.pt").unlink()
     state = toys["dspark"].network.state_dict()
     order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of a head's dimensions, in turn
-    turned = {name: one for name, one in state.items() if name.endswith(TURNED)}
+    turned = {name: one for name, one in state.items() if name.endswith(ROTATED)}
     for name, one in turned.items():
         turned[name] = one.unflatten(0, (-1, 8))[:, order].flatten(0, 1)
     assert len(turned) == 8
@@ -210,7 +212,7 @@ def test_muse_glimmers_assistant_is_transformers(tmp_path):
 def test_a_gguf_file_holds_the_folders_network(toys, kind, tmp_path):
     given = toys[kind].network
     path = gguf_files.block_drafter(tmp_path / "d.gguf", given)
-    assert is_block(path) and not is_block(tmp_path / "none.gguf")
+    assert is_kind(path, BLOCK) and not is_kind(tmp_path / "none.gguf", BLOCK)
     network = read(path)
     exact = {"rope": network.config.rope, "eps": network.config.eps}
     assert network.config == replace(KINDS[kind], **exact)
@@ -241,7 +243,7 @@ def test_a_gguf_file_that_can_not_be_is_refused(toys, tmp_path, monkeypatch):
         refuses(f"d.gguf.*{why}", read, path)
     whole = gguf_files.block_drafter(path, given).read_bytes()
     path.write_bytes(whole[:2000])
-    refuses("d.gguf", is_block, path)
+    refuses("d.gguf", is_kind, path, BLOCK)
 
 
 @pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
@@ -260,7 +262,7 @@ def test_a_gguf_drafter_drafts_for_a_gguf_target(tmp_path):
         assert given.statistics.sources["drafter"].drafted
     toy, probs, ids = Toy.__new__(Toy), [], words(random.Random(0), 20)
     toy.target = open_model(str(model), None, torch.device("cpu")).model
-    for kind, native in ((NativeBlocks, True), (TorchBlocks, False)):
+    for kind, native in ((NativePasses, True), (TorchPasses, False)):
         loaded = load_block(file, TargetParts.of(toy.target))
         toy.drafter = BlockDrafter(loaded, toy.target, within=math.inf, native=native)
         assert isinstance(toy.drafter.passes, kind)

@@ -14,8 +14,8 @@ import checkpoints
 from cases import refuses
 from checkpoints import DRAFT, LLAMA, LLAMA3, VOCAB, D, eagle1, eagle3, read, write
 from features import causal
-from quickbeam.drafters.checkpoints import is_eagle
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.layouts import EAGLE, is_kind
 
 EAGLE3 = LLAMA | {"draft_vocab_size": DRAFT}
 SPECULATORS = {"speculators_model_type": "eagle3", "draft_vocab_size": DRAFT}
@@ -120,7 +120,7 @@ def held(folder, config, state, prefix, how="safetensors"):
     """The network of a folder, after a check against the equations."""
     embedding, head = checkpoints.shared()
     write(folder, config, state, how)
-    assert is_eagle(folder)
+    assert is_kind(folder, EAGLE)
     network = read(folder, embedding, head)
     assert network.config.own_embedding == ("embed_tokens.weight" in state)
     assert network.config.own_head == ("lm_head.weight" in state)
@@ -189,7 +189,7 @@ def test_our_own(tmp_path):
     config = EagleConfig(D, 48, 4, 2, 8, (2, 6, 9), D, VOCAB, draft_vocab_size=DRAFT)
     network = EagleHead(config, embedding, head)
     checkpoints.save(network, tmp_path / "drafter", torch.float32)
-    assert is_eagle(tmp_path / "drafter")
+    assert is_kind(tmp_path / "drafter", EAGLE)
     again = read(tmp_path / "drafter", embedding, head)
     assert again.config == network.config
     assert all(map(torch.equal, again.state_dict().values(), network.state_dict().values()))
@@ -224,15 +224,15 @@ def test_a_rounded_copy_of_the_embedding_is_the_targets(tmp_path):
 def test_a_causal_language_model_is_no_drafter(tmp_path, how):
     state = {k: v.clone() for k, v in LlamaForCausalLM(LlamaConfig(**LLAMA)).state_dict().items()}
     folder = write(tmp_path / "llama", LLAMA, state, how)
-    assert not is_eagle(folder)
+    assert not is_kind(folder, EAGLE)
     refuses(r"no known feature drafter.*known: EAGLE and EAGLE-2", read, folder)
 
 
 def test_what_is_no_folder_of_weights_is_no_drafter(tmp_path):
-    assert not is_eagle(tmp_path / "nowhere")
+    assert not is_kind(tmp_path / "nowhere", EAGLE)
     folder = write(tmp_path / "drafter", LLAMA, eagle1())
     (folder / "model.safetensors").write_bytes(b"broken")
-    assert not is_eagle(folder)
+    assert not is_kind(folder, EAGLE)
 
 
 def refuse(folder, config, state, match, **target):

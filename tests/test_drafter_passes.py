@@ -31,8 +31,7 @@ MADE = {
 
 def passes_of(pair):
     passes = pair.drafter.passes
-    names = ("_passes", "_reading", "_running")
-    return [getattr(passes, name) for name in names if hasattr(passes, name)]
+    return [passes._running, passes._writing]
 
 
 def with_graphs(pair):
@@ -144,6 +143,7 @@ def test_a_call_takes_nothing_from_the_host(kind, calls):
     passes = pair.drafter.passes
     pair.target.embedding.to(device)
     passes.network.to(device)
+    passes.layers.to(device)
     passes.pool = RowPool(passes.pool._shapes, passes.pool.dtype, device)
     for call, *_ in kinds_of(calls):
         numbers, inputs = given_of(call)
@@ -161,7 +161,7 @@ class Order:
     def __init__(self, monkeypatch, passes, router):
         self.noted = []
         self._note(monkeypatch, router, "forward", "router")
-        self._note(monkeypatch, passes.network, "forward", "layer")
+        self._note(monkeypatch, passes.layers, "drafter_stream", "layer")
         passes._side = SimpleNamespace(fork=self.fork, join=lambda: self.noted.append("join"))
 
     def _note(self, monkeypatch, module, name, word):
@@ -184,15 +184,15 @@ class Order:
 def test_the_router_runs_beside_the_layer(monkeypatch):
     pair = MADE["eagle"]()
     router = Router(RouterConfig(32, 32, 8, 5))
-    passes, shortlist = pair.drafter.passes, SimpleNamespace(router=router)
+    passes = pair.drafter.passes
     cache = passes.pool.new()
     tree = random_tree(torch.Generator().manual_seed(0), 3)
     batch, hidden = Batch([Draft(cache, tree)]), torch.randn(len(tree), 32)
-    right = passes.run(batch, hidden, shortlist)
+    right = passes.run(batch, hidden, router)
     order = Order(monkeypatch, passes, router)
-    got = passes.run(batch, hidden, shortlist)
+    got = passes.run(batch, hidden, router)
     assert order.noted == ["fork", "router", "back", "layer", "join"]
-    assert all(map(torch.equal, got, right)) and got.routed.shape == (len(tree), 5)
+    assert all(map(torch.equal, got, right)) and got.scores.shape == (len(tree), 5)
     order.noted.clear()
-    passes.run(batch, hidden, None)
+    passes.run(batch, hidden)
     assert order.noted == ["layer"]

@@ -49,7 +49,8 @@ def counted(monkeypatch, chunk):
     """A pair that reads so many rows a pass, and the rows of each sequence in its passes."""
     pair, passes = Pair("attention"), list[list[int]]()
     count = lambda batch, *_: passes.append([part.rows for part in batch.parts])  # noqa: E731
-    before(monkeypatch, pair.drafter.passes, "run", count)
+    for name in ("run", "write_keys"):
+        before(monkeypatch, pair.drafter.passes, name, count)
     monkeypatch.setattr(feature, "CHUNK", chunk)
     return pair, passes
 
@@ -136,7 +137,7 @@ def test_bad_weights_propose_nothing_and_a_tiny_temperature_leaves_one_token(cap
     pair = Pair("attention")
     probs = pair.begin([1], 2, 1e-40).distributions(TokenTree(2), [0])[0]
     assert probs.max() == 1 and probs.count_nonzero() == 1 and not caplog.records
-    pair.drafter.passes.network.norm.weight.fill_(float("nan"))
+    pair.drafter.passes.layers.norm.weight.fill_(float("nan"))
     text, tree = pair.begin([1], 2), TokenTree(2)
     assert torch.equal(text.distributions(tree, [0]), torch.zeros(1, VOCAB))
     assert "not finite (NaN)" in caplog.text
@@ -146,7 +147,7 @@ def test_bad_weights_propose_nothing_and_a_tiny_temperature_leaves_one_token(cap
 
 def test_bfloat16_does_not_round_the_rotary_angles():
     model = tiny("llama", torch.bfloat16)
-    drafter = eagle_drafter(head_of(WIDE, model), make_model(model))
+    drafter = eagle_drafter(head_of(WIDE, model), make_model(model), native=False)
     angle = 3000 / 10000.0 ** (torch.arange(4) / 4)
-    angles = drafter.passes.network.angles.at(torch.tensor(3000))
+    (angles,) = drafter.passes.layers.angles_at(torch.tensor(3000)).values()
     torch.testing.assert_close(angles, (angle.cos(), angle.sin()))

@@ -1,7 +1,9 @@
 """A smaller language model as a drafter: its distributions are those of plain runs, whatever was
 grown, accepted and begun anew."""
 
+import json
 import random
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from answers import answer
-from cases import before, examples, raising
+from cases import before, examples, raising, refuses
 from features import RANDOM, context_of, growing, interrupt
 from models import VOCAB, path_logits, tiny
+from quickbeam import LLM
 from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.draft_model import GAP, LMDrafter, same_tokens
 from quickbeam.engine.engine import Engine
@@ -194,6 +197,17 @@ def test_other_vocabularies_are_told_apart_but_for_padded_tails():
         (("a", "b", "c", "<tool>"), (4, 4), True),
     ):
         assert same_tokens(tokenizer("a", "b", "c"), tokenizer(*drafter), sizes) is same
+
+
+def test_a_drafter_with_another_tokenizer_is_refused_by_name(toy_folder, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(toy_folder, other)
+    stored = json.loads((other / "tokenizer.json").read_text())
+    vocab = stored["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(stored))
+    match = f"{other} has another tokenizer than the model.*a smaller model of its family"
+    refuses(match, LLM, toy_folder, "dyspec", drafter=str(other))
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,14 @@ import quantised
 import reference
 from cases import examples
 from features import KINDS, RANDOM, WIDE, Pair, grown, head_of, rounds
-from kernels import SETS, best_set, every_set, load, number, plain_rows
-from models import VOCAB, tiny
+from kernels import SETS, best_set, every_set, load, number
+from models import VOCAB, table, tiny
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.eagle_passes import NativeEagle, TorchEagle
+from quickbeam.drafters.passes import NativePasses, TorchPasses
 from quickbeam.drafters.shortlist import native as parts
 from quickbeam.drafters.shortlist.layout import Layout, Scores
 from quickbeam.drafters.shortlist.shortlist import ContextTokens
-from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8
 from quickbeam.models.opening import make_model
 from test_shortlist import spread
@@ -38,7 +37,7 @@ def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(isa, kin
     for way in (isa, "eager"):
         native(way)
         pair = Pair(kind, torch.bfloat16, native=True)
-        assert isinstance(pair.drafter.passes, NativeEagle) is (way != "eager")
+        assert isinstance(pair.drafter.passes, NativePasses) is (way != "eager")
         distances[way] = mean(pair.distances())
     assert distances[isa] <= 1.25 * distances["eager"] + 0.02, distances
     for other in (isa, SETS[-1]) if kind == "ours" else (isa,):
@@ -208,13 +207,7 @@ def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
     wanted = [rng.randrange(n) for _ in range(rng.randint(1, n))]
 
     def scored(name):
-        made, program = parts.NativeRouter(router, kernels, name), Program(kernels)
-        named = program.given("hidden", sizes[0], True), program.given("embedded", sizes[1])
-        made.add(program, *named, program.given("routed", made.clusters, True))
-        scores = torch.full((len(wanted), clusters), torch.nan)
-        given = {"hidden": hidden, "embedded": embedded, "routed": scores}
-        program.run(plain_rows(n, tuple(wanted)), given)
-        return scores
+        return parts.NativeRouter(router, kernels, name)(hidden[wanted], embedded[wanted])
 
     scores, down = scored(BFLOAT16), router.down
     normed = [reference.norm(part[wanted], None, parts.EPS) for part in (hidden, embedded)]
@@ -233,7 +226,7 @@ def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
 def test_drafters_of_odd_sizes_stay_with_pytorchs_operators():
     model, target = tiny("llama", torch.bfloat16), make_model(tiny("llama", torch.bfloat16))
     drafter = eagle_drafter(head_of(replace(WIDE, intermediate_size=47), model), target)
-    assert isinstance(drafter.passes, TorchEagle)
+    assert isinstance(drafter.passes, TorchPasses)
 
 
 @best_set
@@ -254,13 +247,13 @@ def test_an_embedding_that_scales_is_not_passed_over(isa, config, native, monkey
 def test_the_bias_of_a_head_counts(isa, native):
     native(isa)
     for fast in (False, True):
-        model = tiny("llama", torch.bfloat16)
-        model.lm_head = torch.nn.Linear(32, VOCAB, dtype=torch.bfloat16)
+        model = tiny("", torch.bfloat16, config=table("families")["phi"])
+        model.lm_head.bias.data.normal_()
         feature = number(5, 32)
         weight = model.lm_head.weight.detach().clone()
         bias = model.lm_head.bias.detach().float().clone()
         target = make_model(model, native=fast)
         drafter = eagle_drafter(EagleHead(WIDE, target.embedding, target.head), target)
-        assert isinstance(drafter.passes, NativeEagle)
+        assert isinstance(drafter.passes, NativePasses)
         right = quantised.product(feature, quantised.quantise(weight, INT8)) + bias
         torch.testing.assert_close(drafter.passes.logits(feature), right, rtol=1e-3, atol=1e-3)

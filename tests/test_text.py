@@ -9,8 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cases import examples
+from quickbeam import token_texts
 from quickbeam.engine.output import Detokenizer, Output
 from quickbeam.params import SamplingParams
 
@@ -245,3 +247,8 @@ def test_an_answer_that_others_read_ends_where_it_does_unread(stop):
         outcomes.append((output.token_ids, output.text, output.finish_reason))
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][1:] == (("the ", "stop") if stop else ("the dog, the 天气 🎉 dog", "length"))
+
+
+def test_the_bytes_of_characters_are_those_of_transformers():
+    theirs = {character: byte for byte, character in bytes_to_unicode().items()}
+    assert theirs == token_texts.BYTES

@@ -75,7 +75,7 @@ def text(tmp_path_factory):
 
 
 def target():
-    return FrozenTarget(model(), (*CONFIG.taps, 3))
+    return FrozenTarget(model(), (*CONFIG.aux_layers, 3))
 
 
 def trainer(text, folder, tokens=4000, recipe=SMALL, every=0.0):
@@ -101,7 +101,7 @@ def drafted_alone(of, made, ids, chain):
     drafter = BlockDrafter(network, served, native=False)
     state = drafter.begin(ids)
     text = ConversationTokens(torch.tensor(ids[:-1]), torch.ones(len(ids) - 1), 0.0)
-    state.append_hidden(of.read(collate([text])).hidden[0, :, : len(CONFIG.taps) * D])
+    state.append_hidden(of.read(collate([text])).hidden[0, :, : len(CONFIG.aux_layers) * D])
     tree, node = TokenTree(ids[-1]), 0
     for token in chain[1:]:
         node = tree.add(node, token, "x")

@@ -22,7 +22,7 @@ KEPT = {"memory": lambda folder: {}, "files": StateFiles}
 
 
 def target(device="cpu"):
-    return FrozenTarget(model().to(device), (*CONFIG.taps, 3))
+    return FrozenTarget(model().to(device), (*CONFIG.aux_layers, 3))
 
 
 def trainer(folder, of):
@@ -95,8 +95,8 @@ def test_hidden_states_of_another_target_are_not_taken(tmp_path):
     with torch.no_grad():
         other.get_input_embeddings().weight.mul_(2)
     for of in (
-        FrozenTarget(other, (*CONFIG.taps, 3)),
-        FrozenTarget(model(), (*CONFIG.taps, 2)),
+        FrozenTarget(other, (*CONFIG.aux_layers, 3)),
+        FrozenTarget(model(), (*CONFIG.aux_layers, 2)),
     ):
         right = of.read(texts).hidden
         assert torch.equal(StateCache.of(of, tmp_path).read(texts).hidden, right)

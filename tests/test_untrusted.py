@@ -12,7 +12,7 @@ from cases import refuses
 from checkpoints import DRAFT, LLAMA, eagle3, read, write
 from quickbeam.cli import common
 from quickbeam.cli.common import harmless, strict_json
-from quickbeam.drafters.checkpoints import is_eagle
+from quickbeam.drafters.layouts import EAGLE, is_kind
 from quickbeam.engine.result import Logprob
 
 EVIL, SHOWN = "a\x1b[31m\x9bb\r\x00\x7f\n\tc", "a\\x1b[31m\\x9bb\\x0d\\x00\\x7f\n\tc"
@@ -24,7 +24,7 @@ OUTSIDE = ["../elsewhere.safetensors", "/elsewhere.safetensors", "a/../../x", ".
 def test_an_index_names_files_of_its_folder_only(tmp_path, name):
     config, state = LLAMA | {"draft_vocab_size": DRAFT}, eagle3()
     folder = write(tmp_path / "drafter", config, state, "sharded")
-    assert is_eagle(folder) and read(folder) is not None
+    assert is_kind(folder, EAGLE) and read(folder) is not None
     (tmp_path / "elsewhere.safetensors").write_bytes((folder / "b.safetensors").read_bytes())
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("b.safetensors", json.dumps(name)[1:-1]))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,34 @@ import torch
 import torch.nn.functional as F
 
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
-from quickbeam.drafters.folder import check_tensors, named_errors, read_tensors, refuse_other_target
-from quickbeam.drafters.native import CompiledDrafter, DrafterParameters, NativePacker
+from quickbeam.drafters.folder import (
+    check_tensors,
+    embed_scale,
+    named_errors,
+    read_tensors,
+    refuse_other_target,
+)
+from quickbeam.drafters.network import EMBEDDING, DrafterParameters
+from quickbeam.drafters.passes import NativePasses, pack
 from quickbeam.drafters.shortlist.layout import Layout, Scores
-from quickbeam.drafters.shortlist.native import NativeHead, rows_format
-from quickbeam.drafters.shortlist.shortlist import Shortlist, head_kernels
+from quickbeam.drafters.shortlist.native import rows_format
+from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
 from quickbeam.models.compile.compiled_stack import NativeLinear
 from quickbeam.models.families.gemma import gemma4
-from quickbeam.models.families.reading import Config
+from quickbeam.models.families.reading import Config, tensors
 from quickbeam.models.native.operands import RowList
-from quickbeam.models.native.pages import PagedStore, PagePool
-from quickbeam.models.native.program import Buffer, Program
+from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.quantised import FLOAT32
-from quickbeam.models.stack import Linear, Stack, Tensor
-from quickbeam.models.weights.checkpoint import ModelConfig, read_config, read_json
-from quickbeam.models.weights.parameters import Parameters, names
+from quickbeam.models.stack import NO_HEAD, HiddenInput, Stack
+from quickbeam.models.weights.checkpoint import ModelConfig, read_config
+from quickbeam.models.weights.parameters import names
 from quickbeam.models.weights.shapes import expected
 from quickbeam.tree import TokenTree
 
-KINDS = "gemma4_assistant", "gemma4_unified_assistant"
 MODULES = ("embed_tokens.", "layers.", "norm.")  # of the decoder
-JOIN, SPLIT = "pre_projection.weight", "post_projection.weight"
+JOIN, SPLIT = "pre_projection", "post_projection.weight"
 TABLE = "model.embed_tokens.weight"
 CENTROIDS = "masked_embedding.centroids.weight"
 ORDER = "masked_embedding.token_ordering"
@@ -53,56 +57,11 @@ Scored = tuple[torch.Tensor, torch.Tensor | None]  # logits, and the token of ea
 Head = Callable[[Sequence[torch.Tensor]], Sequence[Scored]]  # of each request's rows `[n, d]`
 
 
-# --- layers and head ---
-
-
-class CompiledAssistant(CompiledDrafter):
-    """An assistant's layers. `states`: `[rows, 2 * width]`, what is joined."""
-
-    def _embed(self, program: Program, target: Buffer) -> None:
-        states = program.given("states", self._head.inputs, self._float32)
-        program.linear(self._head, states, target)
-
-
-class AssistantPasses:
-    """An assistant in the native kernels, which read the pages of the target's pool.
-
-    `stack`: its layers read the keys and values of layers of the target; in the place of the head
-    is what joins the input. `weights`: the format of its weights.
-    """
-
-    def __init__(self, parameters: Parameters, stack: Stack, pool: PagePool, weights: str) -> None:
-        self._compiled = CompiledAssistant(parameters, stack, pool, weights)
-        self._compiled.watch([len(stack.layers) + 1])
-        packed = NativePacker(pool.kernels, weights)(parameters(SPLIT))
-        self._split = NativeLinear(pool.kernels, packed)
-
-    def __call__(
-        self, caches: Sequence[PagedStore], joined: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `out` `[rows, width]`, which stands in for the next hidden state, and `feature`
-        `[rows, d]`, which the head reads.
-
-        `joined`: of each sequence `[n, 2 * width]`, embeddings and hidden states side by side. All
-        rows stand behind the target's committed tokens, see these, and not one another.
-        """
-        listed = RowList()
-        for cache, rows in zip(caches, joined, strict=True):
-            # a row sees all committed tokens, and nothing of it is written
-            n, length = len(rows), cache.length
-            none, all_of_them = [0] * n, [length] * n
-            listed.add(cache.table, none, all_of_them, none, all_of_them, [()] * n, range(n))
-        self._compiled.states = torch.cat(list(joined)).contiguous()
-        self._compiled(listed)
-        feature = self._compiled.hidden
-        return self._split(feature), feature
-
-
 class OrderedHead:
     """Scores the tokens of the `top` clusters of each row whose centroids fit it best.
 
-    - `weight`: `[vocab, d]`. bfloat16 on a CPU is scored by the native kernels where they run.
-    - `layout`: the clusters. `centroids`: `[clusters, d]`; a cluster's logit is its product.
+    - `weight`: `[vocab, d]`, scored as by a `Shortlist`. `layout`: the clusters.
+    - `centroids`: `[clusters, d]`; a cluster's logit is its product.
 
     All rows of a call are scored on the clusters of all of them: more than each asks for.
     """
@@ -110,25 +69,29 @@ class OrderedHead:
     def __init__(
         self, weight: torch.Tensor, layout: Layout, centroids: torch.Tensor, top: int
     ) -> None:
-        self._weight, self._layout, self._top = weight, layout, min(top, layout.clusters)
-        self._rank: Callable[[torch.Tensor], torch.Tensor] = partial(F.linear, weight=centroids)
-        self._native = None
-        if (kernels := head_kernels(weight)) is not None:
-            self._native = NativeHead(weight, layout, kernels)
-            self._rank = NativeLinear(kernels, NativePacker(kernels)(centroids), logits=True)
+        self._scorer = Shortlist(weight, layout).begin(())
+        self._centroids, self._top = centroids.float(), min(top, layout.clusters)
 
     def __call__(self, features: Sequence[torch.Tensor]) -> list[Scores]:
         """Return the scores of each call's rows `[n, d]`."""
-        return [self._score(one) for one in features]
+        return [self._score(rows) for rows in features]
 
     def _score(self, rows: torch.Tensor) -> Scores:
-        best = self._rank(rows).topk(self._top, -1).indices
-        clusters = torch.tensor(sorted({*best.flatten().tolist()}))
-        if self._native is not None:
-            prepared = self._native.prepare(clusters)
-            return Scores(self._native.score(rows, prepared), prepared.tokens)
-        tokens = self._layout.scored(clusters)
-        return Scores(F.linear(rows, self._weight[tokens]), tokens)
+        best = F.linear(rows.float(), self._centroids).topk(self._top, -1).indices
+        return self._scorer.score(rows, torch.unique(best))
+
+
+class PlainHead:
+    """Scores all tokens with one product for all calls."""
+
+    def __init__(self, product: NativeLinear) -> None:
+        self._product = product
+
+    def __call__(self, features: Sequence[torch.Tensor]) -> list[Scored]:
+        """Return the logits of each call's rows `[n, d]`, of all tokens."""
+        logits = self._product(torch.cat(list(features)))
+        sizes = [len(rows) for rows in features]
+        return [(part, None) for part in logits.split_with_sizes(sizes)]
 
 
 # --- the drafter ---
@@ -138,7 +101,7 @@ class AssistantState(DrafterState):
     """What the drafter keeps of one sequence.
 
     `hidden`: `[1, width]`, the target's hidden state after the last token that it has read. `out`:
-    by node of the `tree` that is being grown, `[1, width]`.
+    by node of the `tree` that is being proposed, `[1, width]`.
     """
 
     def __init__(self) -> None:
@@ -157,14 +120,18 @@ class AssistantState(DrafterState):
 class AssistantDrafter(Drafter):
     """A drafter that attends to the target's keys and values.
 
-    `passes` run its layers, `head` scores what they give. `layer`: whose hidden states it reads.
+    `passes`: of its layers, which read the pages of the target's pool. `split`: makes of what the
+    head reads what stands in for the target's hidden state. `head`: scores tokens. `layer`: whose
+    hidden states it reads.
     """
 
     needs_hidden = True
 
-    def __init__(self, passes: AssistantPasses, head: Head, model: Model, layer: int) -> None:
-        self.passes, self.head, self.vocab_size = passes, head, model.vocab_size
-        self._embedding = model.embedding
+    def __init__(
+        self, passes: NativePasses, split: NativeLinear, head: Head, model: Model, layer: int
+    ) -> None:
+        self.passes, self.split = passes, split
+        self.head, self.vocab_size = head, model.vocab_size
         model.watch([layer])
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> AssistantState:
@@ -177,23 +144,32 @@ class AssistantDrafter(Drafter):
         Raises `ValueError` where a tree's first request is not for the root alone, where a node's
         parent was never requested, or where the hidden state before the root is missing.
         """
-        joined = [self._joined(request) for request in requests]
-        caches: list[Any] = [request.context.cache for request in requests]
-        out, feature = self.passes(caches, joined)
+        listed = RowList()
+        states = [self._states(request) for request in requests]
+        for request in requests:
+            # a row sees all committed tokens and no other row, and nothing of it is written
+            cache: Any = request.context.cache
+            n, length = len(request.nodes), cache.length
+            tokens = [request.tree.token[node] for node in request.nodes]
+            nowhere, behind = [0] * n, [length] * n
+            listed.add(cache.table, tokens, behind, nowhere, behind, [()] * n, range(n))
+        feature = self.passes.run_rows(listed, torch.cat(states)).normed.contiguous()
         sizes = [len(request.nodes) for request in requests]
-        features = feature.split_with_sizes(sizes)
-        for request, rows in zip(requests, out.split_with_sizes(sizes), strict=True):
+        outs = self.split(feature).split_with_sizes(sizes)
+        for request, out in zip(requests, outs, strict=True):
             state = request.state
             if request.nodes[0] == 0:
                 state.tree, state.out = request.tree, {}
-            state.out.update(zip(request.nodes, rows[:, None], strict=True))
-        return [
-            DraftProbs(probs_of(logits, request.context.draft_temperature), tokens, self.vocab_size)
-            for request, (logits, tokens) in zip(requests, self.head(features), strict=True)
-        ]
+            state.out.update(zip(request.nodes, out[:, None], strict=True))
+        answers = list[DraftProbs]()
+        scored = self.head(feature.split_with_sizes(sizes))
+        for request, (logits, columns) in zip(requests, scored, strict=True):
+            probs = probs_of(logits, request.context.draft_temperature)
+            answers.append(DraftProbs(probs, columns, self.vocab_size))
+        return answers
 
-    def _joined(self, request: DraftRequest) -> torch.Tensor:
-        """Return what the requested nodes' rows read, `[n, 2 * width]`."""
+    def _states(self, request: DraftRequest) -> torch.Tensor:
+        """Return the hidden states that the requested nodes' rows read, `[n, width]`."""
         state, tree, nodes = request.state, request.tree, request.nodes
         cache, before = request.context.cache, len(request.context.ids) - 1
         if cache is None or state.hidden is None or cache.length != before:
@@ -202,71 +178,72 @@ class AssistantDrafter(Drafter):
         if nodes[0] == 0:
             if len(nodes) > 1:
                 raise ValueError("a new tree: ask for its root first, and alone")
-            hidden = state.hidden
-        else:
-            above = [tree.parent[node] for node in nodes]
-            if tree is not state.tree or not state.out.keys() >= {*above}:
-                raise ValueError(f"nodes {list(nodes)}: ask for their parents first")
-            hidden = torch.cat([state.out[node] for node in above])
-        tokens = torch.tensor([tree.token[node] for node in nodes])
-        return torch.cat([self._embedding(tokens).to(hidden.dtype), hidden], 1)
+            last: torch.Tensor = state.hidden
+            return last
+        parents = [tree.parent[node] for node in nodes]
+        if tree is not state.tree or not state.out.keys() >= {*parents}:
+            raise ValueError(f"nodes {list(nodes)}: ask for their parents first")
+        return torch.cat([state.out[node] for node in parents])
 
 
 # --- loading, in transformers' layout ---
-
-
-def is_assistant(folder: Path) -> bool:
-    """Whether `folder` holds an assistant of Gemma 4. Reads only its configuration."""
-    return read_json(folder / "config.json").get("model_type") in KINDS
 
 
 def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
     """Load the assistant in `folder` for `model`, which the native kernels must run.
 
     It reads the target's hidden states behind the last norm, as transformers gives them.
-    Raises `InvalidInput` for another target's assistant, and for one that is not whole.
+    Raises `InvalidInput` for another target's assistant, and for one that is not assistant.
     """
     with named_errors(folder):
-        whole: Any = read_config(folder)
-        fields: dict[str, Any] = dict(whole.text_config)
+        assistant: Any = read_config(folder)
+        fields: dict[str, Any] = dict(assistant.text_config)
         if window := fields.get("sliding_window"):
             # transformers' mask is inclusive: it reaches `window` tokens back from the last one
             fields["sliding_window"] = window + 1
         config: Any = ModelConfig(fields)
-        config = ModelConfig(fields | {"_kv_layers": _sources(whole, config, model)})
+        config = ModelConfig(fields | {"_kv_layers": _sources(assistant, config, model)})
         if not isinstance(model.pool, PagePool):
             raise InvalidInput(
                 f"an assistant needs the native kernels, and this model runs on "
                 f"{model.describe()}; name another drafter"
             )
-        stack = replace(gemma4(Config(config, model.dtype)), head=Linear((Tensor(JOIN),)))
-        for of in stack.attentions:
-            kept = model.pool.shapes[of.source or 0]
-            if kept.key_dim != of.head_dim or of.heads % kept.kv_heads:
+        stack = replace(
+            gemma4(Config(config, model.dtype)),
+            embedding=EMBEDDING,
+            scale=embed_scale(model.embedding),
+            head=NO_HEAD,
+            hidden_input=HiddenInput(assistant.backbone_hidden_size, join=tensors(JOIN)),
+        )
+        for attention in stack.attentions:
+            heads, shape = attention.heads, model.pool.shapes[attention.source or 0]
+            if shape.key_dim != attention.head_dim or heads % shape.kv_heads:
                 raise InvalidInput(
-                    f"it has {of.heads} heads of {of.head_dim}, the target keeps {kept.kv_heads} "
-                    f"of {kept.key_dim}: use the target's own assistant"
+                    f"it has {heads} heads of {attention.head_dim}, the target keeps "
+                    f"{shape.kv_heads} of {shape.key_dim}: use the target's own assistant"
                 )
         stored = {
             f"model.{name}" if name.startswith(MODULES) else name: tensor
             for name, tensor in read_tensors(folder).items()
         }
-        _check_shapes(stored, whole, config, stack)
-        parameters = DrafterParameters(config, model.dtype, stored)
-        weights = FLOAT32 if model.dtype is torch.float32 else rows_format(parameters(TABLE))
-        passes = AssistantPasses(parameters, stack, model.pool, weights)
-        head = _head(parameters, whole, model.pool)
-    drafter = AssistantDrafter(passes, head, model, model.config.num_hidden_layers + 1)
-    drafter.folder = folder
-    return drafter
+        _check_shapes(stored, assistant, config, stack)
+        weights: dict[str, Any] = {**stored, EMBEDDING: model.embedding.weight}
+        parameters = DrafterParameters(config, model.dtype, weights)
+        name = FLOAT32 if model.dtype is torch.float32 else rows_format(parameters(TABLE))
+        kernels = model.pool.kernels
+        split = NativeLinear(kernels, pack(kernels, parameters(SPLIT), weights=name))
+        passes = NativePasses(parameters, stack, model.pool, None, name)
+        head = _head(parameters, assistant, model.pool)
+    layer = model.config.num_hidden_layers + 1
+    return AssistantDrafter(passes, split, head, model, layer)
 
 
-def _sources(whole: Any, config: Any, model: Model) -> dict[str, int]:
+def _sources(assistant: Any, config: Any, model: Model) -> dict[str, int]:
     """Return the target's last layer of each kind with keys and values of its own."""
-    target, top = model.config, whole.centroid_intermediate_top_k
+    target, top = model.config, assistant.centroid_intermediate_top_k
     if not target.model_type.startswith("gemma4"):
         raise InvalidInput(f"it is an assistant of Gemma 4, the target is a {target.model_type}")
-    refuse_other_target(whole.backbone_hidden_size, target=target.hidden_size)
+    refuse_other_target(assistant.backbone_hidden_size, target=target.hidden_size)
     if config.vocab_size != model.vocab_size:
         raise InvalidInput(f"it has {config.vocab_size} tokens, the target {model.vocab_size}")
     if len(config.layer_types) != config.num_hidden_layers or top < 1:
@@ -275,31 +252,31 @@ def _sources(whole: Any, config: Any, model: Model) -> dict[str, int]:
     return {target.layer_types[i]: i for i in range(count)}
 
 
-def _check_shapes(stored: dict[str, torch.Tensor], whole: Any, config: Any, stack: Stack) -> None:
-    width, d = whole.backbone_hidden_size, config.hidden_size
-    shapes = expected(stack, config) | {JOIN: [d, 2 * width], SPLIT: [width, d]}
-    for of in stack.attentions:
-        shapes[of.qkv.weights[0].name] = [of.heads * of.head_dim, d]
-    wanted = names(stack) | {SPLIT, TABLE}
-    if whole.use_ordered_embeddings:
-        shapes |= {CENTROIDS: [whole.num_centroids, d], ORDER: [config.vocab_size]}
+def _check_shapes(
+    stored: dict[str, torch.Tensor], assistant: Any, config: Any, stack: Stack
+) -> None:
+    width, d = assistant.backbone_hidden_size, config.hidden_size
+    shapes = expected(stack, config) | {f"{JOIN}.weight": [d, 2 * width], SPLIT: [width, d]}
+    for attention in stack.attentions:
+        shapes[attention.qkv.weights[0].name] = [attention.heads * attention.head_dim, d]
+    wanted = names(stack) - {EMBEDDING} | {SPLIT, TABLE}
+    if assistant.use_ordered_embeddings:
+        shapes |= {CENTROIDS: [assistant.num_centroids, d], ORDER: [config.vocab_size]}
         wanted |= {CENTROIDS, ORDER}
-    own = {name: list(one.shape) for name, one in stored.items()}
-    check_tensors(stored, {name: shapes.get(name, own.get(name, [])) for name in wanted})
+    for name in wanted - shapes.keys():  # of any shape
+        shapes[name] = list(stored[name].shape) if name in stored else []
+    check_tensors(stored, {name: shapes[name] for name in wanted})
 
 
-def _head(parameters: DrafterParameters, whole: Any, pool: PagePool) -> Head:
+def _head(parameters: DrafterParameters, assistant: Any, pool: PagePool) -> Head:
     """Return the assistant's own head, which is its embedding."""
     table = parameters(TABLE)
-    if whole.use_ordered_embeddings:
-        size = len(table) // whole.num_centroids
-        layout = Layout(parameters.given[ORDER].long(), 0, size, len(table))
-        return OrderedHead(table, layout, parameters(CENTROIDS), whole.centroid_intermediate_top_k)
+    if assistant.use_ordered_embeddings:
+        size, order = len(table) // assistant.num_centroids, parameters.given[ORDER]
+        assert isinstance(order, torch.Tensor)
+        layout = Layout(order.long(), 0, size, len(table))
+        top = assistant.centroid_intermediate_top_k
+        return OrderedHead(table, layout, parameters(CENTROIDS), top)
     name = FLOAT32 if table.dtype is torch.float32 else None
-    product = NativeLinear(pool.kernels, NativePacker(pool.kernels, name)(table), logits=True)
-
-    def head(features: Sequence[torch.Tensor]) -> list[Scored]:
-        logits = product(torch.cat(list(features)))
-        return [(part, None) for part in logits.split_with_sizes([len(one) for one in features])]
-
-    return head
+    packed = pack(pool.kernels, table, weights=name)
+    return PlainHead(NativeLinear(pool.kernels, packed, logits=True))

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from quickbeam.drafters.folder import SIZES, WINDOWED, layer_fields, layer_windows
+from quickbeam.drafters.layouts import (
+    GEMMA_DSPARK,
+    Fields,
+    architectures,
+    block_layout,
+    scale,
+    whole,
+)
 from quickbeam.errors import InvalidInput
-from quickbeam.models.families.reading import MOST as LAYERS
+from quickbeam.models.families.reading import MOST as MAX_LAYERS
 
-SPECULATORS = ("dflash", "dflash2", "dspark")  # `speculators_model_type` of block drafters
-MUSE, GEMMA = "muse_glimmer_assistant", "Gemma4DSparkModel"
-
-MOST = 1024  # rows of a block, at most
-# by field of `BlockConfig`: its name in config.json, the least and largest number
-NUMBERS = {
-    "depth": ("num_hidden_layers", 1, LAYERS),
-    "block_size": ("block_size", 1, MOST),
-    "mask_token": ("mask_token_id", 0, None),
-}
-OPTIONAL = {  # the same, 0 where it is not given
-    "markov_rank": ("markov_rank", 0, None),
-    "top_k": ("selector_top_k", 0, None),
-    "conv_taps": ("conv_kernel_size", 0, MOST),
-    "conv_group": ("conv_group_size", 0, None),
-}
-SCALES = {  # by field: its name, and what holds where it is not given
-    "embedding_scale": ("input_embedding_scale", 1.0),
-    "output_multiplier": ("output_multiplier", 1.0),
-    "softcap": ("final_logit_softcapping", 0.0),
-}
-# fields that may have these values alone, and by kind of layer, whether Gemma's
-KNOWN: tuple[tuple[Any, ...], ...] = (
+MAX_BLOCK_SIZE = 1024  # rows
+# fields that may have these values alone, and the same by kind of layer, whether Gemma's
+ACCEPTED: tuple[tuple[Any, ...], ...] = (
     ("markov_head_type", "vanilla"),
     ("enable_moe_block", False),
     ("hidden_size_per_layer_input", 0),
@@ -42,29 +29,12 @@ KNOWN: tuple[tuple[Any, ...], ...] = (
 ACTIVATIONS = ("hidden_act", "silu"), ("hidden_activation", "gelu_pytorch_tanh")
 
 
-def whole(fields: dict[str, Any], name: str, least: int, most: int | None) -> int:
-    """Return a whole number of a configuration. Raises `InvalidInput` for anything else."""
-    value = fields.get(name)
-    if type(value) is not int or value < least or (most is not None and value > most):
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise InvalidInput(f"its config says {name}: {value!r}; must be a whole number {bounds}")
-    return value
-
-
-def scale(fields: dict[str, Any], name: str, usual: float) -> float:
-    """Return a factor of a configuration, `usual` where it is missing. Raises `InvalidInput`."""
-    value = usual if fields.get(name) is None else fields[name]
-    fits = type(value) in (int, float) and math.isfinite(value) and value >= 0
-    if not fits or (value == 0 and usual):
-        raise InvalidInput(f"its config says {name}: {value!r}; must be a positive number")
-    return float(value)
-
-
 @dataclass(frozen=True)
 class BlockConfig:
     """The shape of a block drafter, of `depth` layers.
 
-    - `taps`: which hidden states of the target it reads (`Features`), each `target_size` wide.
+    - `aux_layers`: which hidden states of the target it reads (`Model.watch`), each `target_size`
+      wide.
     - `block_size`: how many rows a pass has. `mask_token`: the input of all but the anchor's.
     - `from_anchor`: whether the anchor's row drafts the token after the anchor (DSpark). Otherwise
       row k drafts the token at its own position, and the anchor's drafts none (DFlash).
@@ -79,7 +49,7 @@ class BlockConfig:
       0 for a Markov head or none. `conv_taps`, `conv_group`: how many rows its convolutions read,
       and how many columns share the part of a coefficient that depends on the row; 0 for none.
     - `embedding_scale`: what rows of the target's embedding are taken times; `output_multiplier`:
-      the head's logits, which are then bent to stay below `softcap`, if it isn't 0.
+      the head's logits, which are then soft-capped by `softcap`, if it isn't 0.
     - `gemma`: layers are Gemma 4's, with norms around both sublayers and values that are normed;
       with `values_are_keys` these are what keys are made of.
     - `own_mask`: the mask's embedding is its own, not the target's.
@@ -92,7 +62,7 @@ class BlockConfig:
     kv_heads: int
     head_dim: int
     depth: int
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     target_size: int
     vocab_size: int
     block_size: int
@@ -126,148 +96,133 @@ class BlockConfig:
         return window, window is not None if self.causal is None else self.causal
 
     @staticmethod
-    def of(record: dict[str, Any], target_size: int, vocab_size: int) -> BlockConfig:
+    def of(record: Fields, target_size: int, vocab_size: int) -> BlockConfig:
         """Read the fields of a published `config.json`, for a target of this width and vocabulary.
 
         Raises `InvalidInput` for fields that the network can't represent.
         """
-        named = record.get("architectures") or []
-        names = [str(one) for one in (named if isinstance(named, list) else [named])]
-        fields, gemma = _with_other_names(record, names), GEMMA in names
-        for name, *known in (*KNOWN, ACTIVATIONS[gemma]):
-            if (value := fields.get(name)) is not None and value not in known:
+        fields = block_layout(record).fields(record)
+        gemma = GEMMA_DSPARK in architectures(record)
+        for name, *accepted in (*ACCEPTED, ACTIVATIONS[gemma]):
+            value = fields.get(name)
+            if value is not None and value not in accepted:
                 raise InvalidInput(
-                    f"its config says {name}: {value!r}; known: {', '.join(map(str, known))}"
+                    f"its config says {name}: {value!r}; known: {', '.join(map(str, accepted))}"
                 )
-        from_anchor = fields.get("sample_from_anchor")
-        if from_anchor is None:
-            of_dspark = fields.get("projector_type") == "dspark" or fields.get("shift_label")
-            of_dspark = of_dspark or any("DSpark" in name for name in names)
-            from_anchor = of_dspark or "dflash_config" not in record
-        numbers: dict[str, Any] = {own: whole(fields, *how) for own, how in NUMBERS.items()}
-        for own, how in OPTIONAL.items():
-            numbers[own] = whole(fields, *how) if fields.get(how[0]) is not None else 0
-        if numbers["top_k"]:
-            numbers["markov_rank"] = whole(fields, "selector_rank", 1, None)
-        taps = fields.get("target_layer_ids")
-        if not isinstance(taps, list) or not all(type(one) is int for one in taps):
-            raise InvalidInput(f"its config says target_layer_ids: {taps!r}; must be numbers")
-        vocab = fields.get("draft_vocab_size")
-        if vocab in (None, 0, vocab_size, fields.get("vocab_size")):
-            vocab = None
-        else:
-            whole(fields, "draft_vocab_size", 1, vocab_size)
-        layer, scales = layer_fields(fields), dict[str, Any]()
-        for own, (name, usual) in SCALES.items():
-            scales[own] = scale(fields, name, usual)
-        group = numbers["conv_group"]
-        if numbers["conv_taps"] and (not group or layer["hidden_size"] % group):
-            raise InvalidInput(
-                f"its config says conv_group_size: {group}; must divide the width, "
-                f"{layer['hidden_size']}"
-            )
-        if gemma and numbers["conv_taps"]:
-            raise InvalidInput("it has Gemma's layers and convolutions, which is not known")
-        if vocab is not None and numbers["top_k"]:
-            raise InvalidInput("it has a selector and a head of its own, which is not known")
-        return BlockConfig(
-            **layer,
-            **numbers,
-            taps=tuple(one + 1 for one in taps),
+        depth = whole(fields, "num_hidden_layers", 1, MAX_LAYERS)
+        block_size = whole(fields, "block_size", 1, MAX_BLOCK_SIZE)
+        windows, causal = _windows(fields, depth, block_size)
+        top_k = whole(fields, "selector_top_k", 0, None, default=0)
+        rank = whole(fields, "markov_rank", 0, None, default=0)
+        config = BlockConfig(
+            **layer_fields(fields),
+            depth=depth,
+            aux_layers=_aux_layers(fields),
             target_size=target_size,
             vocab_size=vocab_size,
-            from_anchor=bool(from_anchor),
-            **_attention_fields(fields, numbers["depth"], numbers["block_size"]),
+            block_size=block_size,
+            mask_token=whole(fields, "mask_token_id", 0, None),
+            from_anchor=bool(fields["sample_from_anchor"]),
+            causal=causal,
+            windows=windows,
+            markov_rank=whole(fields, "selector_rank", 1, None) if top_k else rank,
             confidence=bool(fields.get("enable_confidence_head")),
-            draft_vocab_size=vocab,
+            draft_vocab_size=_draft_vocab_size(fields, vocab_size),
+            top_k=top_k,
+            conv_taps=whole(fields, "conv_kernel_size", 0, MAX_BLOCK_SIZE, default=0),
+            conv_group=whole(fields, "conv_group_size", 0, None, default=0),
+            embedding_scale=scale(fields, "input_embedding_scale", 1.0),
+            output_multiplier=scale(fields, "output_multiplier", 1.0),
+            softcap=scale(fields, "final_logit_softcapping", 0.0),
             gemma=gemma,
             values_are_keys=gemma and bool(fields.get("attention_k_eq_v")),
             own_mask=fields.get("own_mask_embedding") is True,
-            **scales,
         )
+        config._refuse_mixtures()
+        return config
 
-    def record(self) -> dict[str, Any]:
-        """Return the fields that `of` reads."""
-        return {
-            "architectures": ["Qwen3DSparkModel"],
-            **{key: getattr(self, name) for name, key in SIZES.items()},
-            **{how[0]: getattr(self, own) for own, how in (NUMBERS | OPTIONAL | SCALES).items()},
-            "target_layer_ids": [tap - 1 for tap in self.taps],
+    def _refuse_mixtures(self) -> None:
+        """Raise `InvalidInput` for parts that no known drafter has together."""
+        size, group = self.hidden_size, self.conv_group
+        if self.conv_taps and (not group or size % group):
+            raise InvalidInput(
+                f"its config says conv_group_size: {group}; must divide the width, {size}"
+            )
+        if self.gemma and self.conv_taps:
+            raise InvalidInput("it has Gemma's layers and convolutions, which is not known")
+        if self.draft_vocab_size is not None and self.top_k:
+            raise InvalidInput("it has a selector and a head of its own, which is not known")
+
+    def record(self) -> Fields:
+        """Return the fields that `of` reads, in DSpark's layout."""
+        record: Fields = {"architectures": ["Qwen3DSparkModel"]}
+        for name, published in SIZES.items():
+            record[published] = getattr(self, name)
+        record |= {
+            "num_hidden_layers": self.depth,
+            "rms_norm_eps": self.eps,
+            "block_size": self.block_size,
+            "mask_token_id": self.mask_token,
+            "target_layer_ids": [layer - 1 for layer in self.aux_layers],
             "sample_from_anchor": self.from_anchor,
             "causal_head": self.causal,
+            "markov_rank": self.markov_rank,
             "markov_head_type": "vanilla",
+            "selector_rank": self.markov_rank if self.top_k else 0,
+            "selector_top_k": self.top_k,
+            "conv_kernel_size": self.conv_taps,
+            "conv_group_size": self.conv_group,
             "enable_confidence_head": self.confidence,
             "confidence_head_with_markov": bool(self.markov_rank),
             "draft_vocab_size": self.draft_vocab_size,
             "own_mask_embedding": self.own_mask,
-            "selector_rank": self.markov_rank if self.top_k else 0,
-            "rms_norm_eps": self.eps,
-            **self.rope,
-            **self._window_fields(),
-            **self._gemma_fields(),
+            "input_embedding_scale": self.embedding_scale,
+            "output_multiplier": self.output_multiplier,
+            "final_logit_softcapping": self.softcap,
         }
-
-    def _gemma_fields(self) -> dict[str, Any]:
-        if not self.gemma:
-            return {}
-        heads = {"global_head_dim": self.head_dim, "num_global_key_value_heads": self.kv_heads}
-        return heads | {"architectures": [GEMMA], "attention_k_eq_v": self.values_are_keys}
-
-    def _window_fields(self) -> dict[str, Any]:
-        if not self.windows:
-            return {}
-        kinds = [WINDOWED if window else "full_attention" for window in self.windows]
-        size = max(window or 0 for window in self.windows)
-        return {"layer_types": kinds, "sliding_window": size, "use_sliding_window": True}
-
-
-def _with_other_names(record: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Return a configuration's fields under DSpark's names, those of its parts among them.
-
-    `names`: of its architectures.
-
-    In `speculators`, ids of hidden states count the layers before them, and only layers with a
-    window may be causal. Muse Glimmer's assistant is a DFlash, whose rows see as far as the window
-    on both sides, the end included (`sliding_window_bidirectional_overlay` in transformers).
-    DeepSpec's drafters for Gemma 4 have the layers that Gemma 4 has without a window, and scale
-    embeddings as it does.
-    """
-    fields = dict(record)
-    for name in ("transformer_layer_config", "dflash_config"):
-        fields |= record.get(name) or {}
-    if (kind := record.get("speculators_model_type")) in SPECULATORS:
-        taps: Any = fields.get("aux_hidden_state_layer_ids")
-        if isinstance(taps, list) and all(type(one) is int for one in taps):
-            taps = [one - 1 for one in taps]
-        causal = False if fields.get("sliding_window_non_causal") else None
-        fields = {"sample_from_anchor": kind == "dspark"} | fields
-        return fields | {"target_layer_ids": taps, "is_causal": causal}
-    if record.get("model_type") == MUSE:
-        window = whole(fields, "sliding_window", 1, None) + 1
-        kinds = fields.get("layer_types") or [WINDOWED] * whole(fields, *NUMBERS["depth"])
-        fields |= {"sliding_window": window, "layer_types": kinds}
-        return fields | {"sample_from_anchor": False, "is_causal": False}
-    if GEMMA in names:
-        of_keys = bool(fields.get("attention_k_eq_v"))
-        heads = "num_global_key_value_heads" if of_keys else "num_key_value_heads"
-        rope = fields.get("rope_parameters") or {}
-        if fields.get("input_embedding_scale") is None:
-            fields["input_embedding_scale"] = whole(fields, "hidden_size", 1, None) ** 0.5
-        fields |= {"head_dim": whole(fields, "global_head_dim", 1, None)}
-        fields |= {"num_key_value_heads": whole(fields, heads, 1, None)}
-        fields |= {"rope_parameters": rope.get("full_attention", rope) or None}
-    return fields
+        record |= self.rope
+        if self.windows:
+            kinds = [WINDOWED if window else "full_attention" for window in self.windows]
+            record["layer_types"] = kinds
+            record["sliding_window"] = max(window or 0 for window in self.windows)
+            record["use_sliding_window"] = True
+        if self.gemma:
+            record["architectures"] = [GEMMA_DSPARK]
+            record["attention_k_eq_v"] = self.values_are_keys
+            record["global_head_dim"] = self.head_dim
+            record["num_global_key_value_heads"] = self.kv_heads
+        return record
 
 
-def _attention_fields(fields: dict[str, Any], depth: int, block_size: int) -> dict[str, Any]:
-    """Return `causal` and `windows` by a configuration's fields.
+def _aux_layers(fields: Fields) -> tuple[int, ...]:
+    """Return which hidden states are read; configurations count layers from 0."""
+    layers = fields.get("target_layer_ids")
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise InvalidInput(f"its config says target_layer_ids: {layers!r}; must be numbers")
+    return tuple(layer + 1 for layer in layers)
+
+
+def _draft_vocab_size(fields: Fields, vocab_size: int) -> int | None:
+    """Return how many tokens its own head has; None where that is the target's."""
+    size = fields.get("draft_vocab_size")
+    if size in (None, 0, vocab_size, fields.get("vocab_size")):
+        return None
+    return whole(fields, "draft_vocab_size", 1, vocab_size)
+
+
+def _windows(
+    fields: Fields, depth: int, block_size: int
+) -> tuple[tuple[int | None, ...], bool | None]:
+    """Return `windows` and `causal` of a `BlockConfig`.
 
     `use_swa` gives all layers a window where `layer_types` gives none one, and leaves them not
     causal (MiMo, vLLM). Raises `InvalidInput` for a window shorter than a block whose rows see one
     another: no published drafter has one, and engines differ on it.
     """
-    given = (fields.get(name) for name in ("causal_head", "is_causal", "causal"))
-    causal = next((bool(one) for one in given if one is not None), None)
+    causal: bool | None = None
+    for name in ("causal", "is_causal", "causal_head"):  # the last counts
+        if fields.get(name) is not None:
+            causal = bool(fields[name])
     size: Any = fields.get("swa_window_size") or fields.get("sliding_window")
     used = fields.get("use_sliding_window")
     if fields.get("swa_window_size"):  # beside which transformers saves that none is used
@@ -282,4 +237,4 @@ def _attention_fields(fields: dict[str, Any], depth: int, block_size: int) -> di
             f"its sliding_window {size} is shorter than its block of {block_size}, whose rows see "
             "one another"
         )
-    return {"windows": windows, "causal": causal if windows else bool(causal)}
+    return windows, causal if windows else bool(causal)

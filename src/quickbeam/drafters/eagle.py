@@ -1,11 +1,12 @@
-"""The EAGLE drafter at work: it gives distributions after the nodes of growing trees.
+"""The EAGLE drafter at work: it gives distributions after the nodes of draft trees.
 
-It computes them from the target's hidden states with the network of `eagle_model.py`.
+It computes them from the target's hidden states with the network of `eagle_model.py`, or an MTP
+head's (`mtp.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -13,25 +14,30 @@ import torch
 
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.eagle_passes import NativeEagle, TorchEagle
-from quickbeam.drafters.feature import FeatureDrafter, FeatureState, choose_scorers, in_parts, score
-from quickbeam.drafters.native import network_kernels
+from quickbeam.drafters.feature import (
+    FeatureDrafter,
+    FeatureState,
+    choose_scorers,
+    in_chunks,
+    score,
+)
+from quickbeam.drafters.passes import NativePasses, TorchPasses, passes_of
+from quickbeam.drafters.shadow import ShadowTree
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
-from quickbeam.models.base import Batch, Chain, Draft, Model, Part, inference
+from quickbeam.models.base import Batch, Chain, Model, Part, inference
 from quickbeam.models.cache.kv import SequenceCache
-from quickbeam.tree import TokenTree
 
 
 class EagleState(FeatureState):
     """What the EAGLE drafter keeps of one sequence.
 
-    It holds a key and a value for every row of the committed text, and what is known of the tree
-    that is being grown. Row j stands for the first j + 2 of `ids` (see `eagle_model.py`).
+    It holds a key and a value for every row of the committed text, and of the tree that is being
+    proposed. Row j stands for the first j + 2 of `ids` (see `eagle_model.py`).
 
-    - `shadow`: the root and the requested nodes, in the order of their rows. The root's row is
-      committed once its tree is over. `place`: by node of the tree, that of the shadow.
-    - `out`, `feature`: `[k, d]`, of the shadow's nodes that were run.
-    - `routed`, `root_routed`: the clusters that the last call scored, and that of the root.
+    - `shadow`: the requested nodes. The root's row is committed once its tree is over.
+    - `out`, `feature`: `[k, d]`, of the shadow's rows that were run. Without a shadow, the root's
+      if that was run.
+    - `clusters`, `root_clusters`: those that the last call scored, and those of the root.
     """
 
     def __init__(
@@ -39,10 +45,9 @@ class EagleState(FeatureState):
     ) -> None:
         super().__init__(cache, ids, shortlist)
         self.out = self.feature = torch.empty(0)
-        self.shadow: TokenTree | None = None
-        self.place: dict[int, int] = {}
-        self.routed: torch.Tensor | None = None
-        self.root_routed: torch.Tensor | None = None
+        self.shadow: ShadowTree | None = None
+        self.clusters: torch.Tensor | None = None
+        self.root_clusters: torch.Tensor | None = None
 
     def readable(self, early: bool = True) -> int:
         return min(self.waiting - early, self.unread_rows)
@@ -50,14 +55,18 @@ class EagleState(FeatureState):
     @property
     def unread_rows(self) -> int:
         """How many committed tokens before the root have no row yet."""
-        return len(self.ids) - 1 - self.cache.length - (self.shadow is not None)
+        return len(self.ids) - 1 - self.cache.length - (len(self.out) > 0)
 
     def extend(self, tokens: Sequence[int]) -> None:
         super().extend(tokens)
-        if self.shadow is not None:
+        if len(self.out):
             self.cache.commit([0])
-            self.shadow = None
-        self.routed = self.root_routed = None
+        self.forget_tree()
+        self.clusters = self.root_clusters = None
+
+    def forget_tree(self) -> None:
+        self.shadow = None
+        self.out = self.feature = torch.empty(0)
 
     def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
         super().adopt(chunks, tokens, hidden)
@@ -66,11 +75,11 @@ class EagleState(FeatureState):
 
     def release(self) -> None:
         super().release()
-        self.shadow, self.out, self.feature = None, torch.empty(0), torch.empty(0)
+        self.forget_tree()
 
 
 class EagleInput(NamedTuple):
-    """A sequence's part of a pass, and what its rows read besides tokens (`TorchEagle.run`)."""
+    """A sequence's part of a pass, and the hidden states that its rows read, `[rows, d]`."""
 
     state: EagleState
     part: Part
@@ -84,25 +93,33 @@ class EagleDrafter(FeatureDrafter):
     with the target's own hidden states. Their rows overwrite those of the last tree. Each later
     request adds one row for each node, which attends to the rows of the node's ancestors.
 
-    The drafter makes `model` return the hidden states after `layers` (`Model.watch`), which its
-    `passes` read. `head_size`: how wide what the target's head reads is; None for a head of its
-    own, whose columns are of `tokens`. `routes`: whether a router can choose what is scored.
+    - `passes`: run the layer.
+    - `aux_layers`: after which layers of the `model` its hidden states are read (`Model.watch`).
+    - `norm_output`, `norm_feature`: whether the output that stands in for the next hidden state,
+      and what the head reads, are taken behind the stack's norm.
+    - `head_size`: how wide what the target's head reads is; None for a head of its own, whose
+      columns are of `tokens`. `routes`: whether a router can choose what is scored.
     """
 
     kind = EagleState
 
     def __init__(
         self,
-        passes: Any,
+        passes: NativePasses | TorchPasses,
         model: Model,
-        layers: Sequence[int],
+        aux_layers: Sequence[int],
+        *,
+        norm_output: bool,
+        norm_feature: bool,
         head_size: int | None,
         tokens: torch.Tensor | None = None,
         routes: bool = True,
     ) -> None:
-        self.passes, self.pool, self.vocab_size = passes, passes.pool, model.vocab_size
-        self.head_size, self.tokens, self.routes = head_size, tokens, routes
-        model.watch(layers)
+        self.passes, self.pool = passes, passes.pool
+        self.vocab_size, self.head_size = model.vocab_size, head_size
+        self.tokens, self.routes = tokens, routes
+        self._norm_output, self._norm_feature = norm_output, norm_feature
+        model.watch(aux_layers)
 
     @inference
     def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
@@ -116,22 +133,23 @@ class EagleDrafter(FeatureDrafter):
         choose_scorers(firsts)
         for request in firsts:
             state = request.state
-            state.routed = None if state.waiting else state.root_routed
+            state.clusters = None if state.waiting else state.root_clusters
             if state.waiting != state.unread_rows:
                 raise ValueError(
                     f"hidden states of {state.waiting} tokens for {state.unread_rows} not read yet"
                 )
-        self._read([one.state for one in firsts if one.state.waiting], early=False)
+        states = [request.state for request in firsts]
+        self._read([state for state in states if state.waiting], early=False)
         for request in firsts:
-            state = request.state
-            state.tree, state.place = request.tree, {0: 0}
-            state.shadow = TokenTree(request.tree.token[0])
+            state, tree = request.state, request.tree
+            state.shadow = ShadowTree(tree, tree.token[:1], self.name, run=1)
             state.out, state.feature = state.out[:1], state.feature[:1]
         inputs = [self._below(request) for request in requests if list(request.nodes) != [0]]
-        # all passes go before any change: a call that fails is made again
-        for (state, *_), out, feature in list(self._run(inputs)):
+        for (state, part, _), out, feature in self._run(inputs):
             state.out = torch.cat([state.out, out])
             state.feature = torch.cat([state.feature, feature])
+            if state.shadow is not None:
+                state.shadow.run += part.rows
         return self._distributions(requests)
 
     def _read(self, states: Sequence[EagleState], early: bool = True) -> None:
@@ -141,69 +159,86 @@ class EagleDrafter(FeatureDrafter):
         each state stands for the root, whose distribution is computed. `early`: called before a
         tree is requested, so that row is left out.
         """
-        for part in in_parts(states, lambda state: state.readable(early)):
+        for chunk in in_chunks(states, lambda state: state.readable(early)):
             inputs = list[EagleInput]()
-            for state, count in part:
-                at = state.cache.length
+            for state, count in chunk:
+                first = state.cache.length + 1
                 wanted = int(not early and state.waiting == count)
-                rows = Chain(state.cache, state.ids[at + 1 : at + 1 + count], wanted)
+                rows = Chain(state.cache, state.ids[first : first + count], wanted)
                 inputs.append(EagleInput(state, rows, state.unread.first(count)))
-            for (state, chain, _), out, feature in self._run(inputs):
-                state.unread.drop(chain.rows)
-                state.cache.commit(range(chain.rows - chain.wanted))
-                if chain.wanted:
-                    state.shadow = TokenTree(state.ids[-1])
+            for (state, part, _), out, feature in self._run(inputs, fuse=True):
+                state.unread.drop(part.rows)
+                state.cache.commit(range(part.rows - part.wanted))
+                if part.wanted:
                     state.out, state.feature = out[-1:], feature[-1:]
 
     def _below(self, request: DraftRequest) -> EagleInput:
+        """Return a request's part of a pass: the rows of its nodes, which read their parents'."""
         state, tree, nodes = request.state, request.tree, request.nodes
-        if tree is not state.tree or state.shadow is None or nodes[0] == 0:
+        shadow = state.shadow
+        if shadow is None or tree is not shadow.tree or nodes[0] == 0:
             raise ValueError("a new tree: ask for its root first, and alone")
-        run = len(state.out)
-        above = [state.place.get(tree.parent[node], run) for node in nodes]
-        if max(above) >= run:
-            raise ValueError(f"nodes {list(nodes)}: ask for their parents first")
-        for node, parent in zip(nodes, above, strict=True):
-            if node not in state.place:  # known where a failed call is made again
-                state.place[node] = state.shadow.add(parent, tree.token[node], self.name)
-        return EagleInput(state, Draft(state.cache, state.shadow, run), state.out[above])
+        parents = shadow.parent_rows(nodes)
+        shadow.add(nodes)
+        return EagleInput(state, shadow.part(state.cache), state.out[parents])
 
     def _run(
-        self, inputs: Sequence[EagleInput]
-    ) -> Iterator[tuple[EagleInput, torch.Tensor, torch.Tensor]]:
-        """Run the inputs, and yield each with its outputs and the features that the head reads."""
-        groups: dict[Shortlist | None, list[EagleInput]] = {}  # of the same router: one pass
-        for one in inputs:
-            shortlist = one.state.shortlist
-            groups.setdefault(None if shortlist is None else shortlist.shared, []).append(one)
+        self, inputs: Sequence[EagleInput], fuse: bool = False
+    ) -> list[tuple[EagleInput, torch.Tensor, torch.Tensor]]:
+        """Run the inputs. Returns each with its outputs and the features that the head reads.
+
+        Both are empty where no row is wanted. `fuse`: the inputs' hidden states are the target's.
+        """
+        groups: dict[Shortlist | None, list[EagleInput]] = {}  # of one router: one pass
+        for rows in inputs:
+            shortlist = rows.state.shortlist
+            groups.setdefault(None if shortlist is None else shortlist.shared, []).append(rows)
+        results = list[tuple[EagleInput, torch.Tensor, torch.Tensor]]()
         for shared, group in groups.items():
-            batch, first = Batch([one.part for one in group]), 0
-            hidden = torch.cat([one.hidden for one in group])
-            out, feature, scores = self.passes.run(batch, hidden, shared if batch.wanted else None)
-            for state, part, _ in group:
-                if shared is not None and part.wanted:
-                    began, mine = perf_counter(), slice(first, first + part.wanted)
-                    state.routed = shared.none if scores is None else shared.choose(scores[mine])
-                    if isinstance(part, Chain):
-                        state.root_routed = state.routed
-                    state.used.seconds += perf_counter() - began
-                first += part.wanted
-            sizes = [part.rows if len(out) else 0 for part in batch.parts]
-            parts = out.split_with_sizes(sizes), feature.split_with_sizes(sizes)
-            yield from zip(group, *parts, strict=True)
+            batch = Batch([rows.part for rows in group])
+            hidden = torch.cat([rows.hidden for rows in group])
+            if not batch.wanted:
+                self.passes.write_keys(batch, hidden, fuse)
+                results += [(rows, hidden[:0], hidden[:0]) for rows in group]
+                continue
+            route = None if shared is None else shared.route
+            stream, normed, scores = self.passes.run(batch, hidden, route, fuse)
+            if shared is not None:
+                self._choose_clusters(shared, group, scores)
+            sizes = [part.rows for part in batch.parts]
+            outs = (normed if self._norm_output else stream).split_with_sizes(sizes)
+            features = (normed if self._norm_feature else stream).split_with_sizes(sizes)
+            results += zip(group, outs, features, strict=True)
+        return results
+
+    def _choose_clusters(
+        self, shared: Shortlist, group: Sequence[EagleInput], scores: torch.Tensor | None
+    ) -> None:
+        """Choose the clusters of each input's wanted rows, by a router's scores of all of these."""
+        first = 0
+        for state, part, _ in group:
+            last = first + part.wanted
+            if part.wanted:
+                began = perf_counter()
+                state.clusters = shared.none
+                if scores is not None:
+                    state.clusters = shared.choose(scores[first:last])
+                if isinstance(part, Chain):
+                    state.root_clusters = state.clusters
+                state.used.seconds += perf_counter() - began
+            first = last
 
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
-        states, probs = [request.state for request in requests], dict[int, DraftProbs]()
-        features = [one.state.feature[-len(one.nodes) :] for one in requests]
-        for scored in score(states, features, [one.routed for one in states], self.passes):
-            each = [requests[i].context.draft_temperature for i, n in scored.of for _ in range(n)]
-            same, device = len(set(each)) == 1, scored.logits.device
-            temperature = each[0] if same else torch.tensor(each, device=device)[:, None]
+        states = [request.state for request in requests]
+        features = [request.state.feature[-len(request.nodes) :] for request in requests]
+        clusters = [state.clusters for state in states]
+        probs = dict[int, DraftProbs]()
+        for scored in score(states, features, clusters, self.passes):
+            temperature = requests[scored.number].context.draft_temperature
             values = probs_of(scored.logits, temperature)
             tokens = self.tokens if scored.tokens is None else scored.tokens
-            for i, part in scored.split(values):
-                probs[i] = DraftProbs(part, tokens, self.vocab_size)
-        return [probs[i] for i in range(len(requests))]
+            probs[scored.number] = DraftProbs(values, tokens, self.vocab_size)
+        return [probs[number] for number in range(len(requests))]
 
 
 def eagle_drafter(
@@ -215,8 +250,13 @@ def eagle_drafter(
     """
     config = network.config
     network = network.to(model.device, model.dtype).eval().requires_grad_(False)
-    kernels = network_kernels(model, network, embeds=True) if native else None
-    passes = NativeEagle(network, kernels, weights) if kernels else TorchEagle(network, model)
     tokens: Any = network.tokens if config.own_head else None
-    head_size = None if config.own_head else config.hidden_size
-    return EagleDrafter(passes, model, config.layers, head_size, tokens)
+    return EagleDrafter(
+        passes_of(network, model, native, weights),
+        model,
+        config.layers,
+        norm_output=config.norm_output,
+        norm_feature=config.final_norm,
+        head_size=None if config.own_head else config.hidden_size,
+        tokens=tokens,
+    )

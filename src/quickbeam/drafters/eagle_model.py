@@ -3,33 +3,41 @@
 It can be that of EAGLE (2401.15077) or of EAGLE-3 (2503.01840). Row j of a sequence holds the
 target's hidden state after token j and the embedding of token j+1; the layer's output predicts
 token j+2. Nodes of a draft tree have not been read by the target yet: there the layer's own output
-stands in for the hidden state. The network knows nothing of trees and of how keys and values are
-kept: it is given attention as a function.
+stands in for the hidden state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.drafters.folder import rope_parameters
-from quickbeam.models.rotary import Angles
+from quickbeam.drafters.network import EMBEDDING, DrafterNetwork, LayerInputs, StackBuilder
+from quickbeam.models.families.reading import halves
+from quickbeam.models.stack import (
+    NO_HEAD,
+    FeedForward,
+    Fusion,
+    HiddenInput,
+    Layer,
+    Norm,
+    Stack,
+)
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-MODEL_TYPE = "quickbeam-eagle"
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of `query` `[..., n, heads, head_dim]`, `key` and `value` `[..., n, kv_heads, head_dim]`, rotated
+already, to `[..., n, heads * head_dim]`."""
 
 
 @dataclass(frozen=True)
 class EagleConfig:
     """The shape of a feature drafter, general enough for the published ones.
 
-    - `layers`: which hidden states of the target it reads (`Features`), each `target_size` wide.
+    - `layers`: which hidden states of the target it reads (`Model.watch`), each `target_size` wide.
     - `join`: where the hidden states meet the embedding. `attention` (EAGLE-3): in the attention's
       input, each after a norm of its own, once one linear layer has fused the hidden states.
       `input` (EAGLE and EAGLE-2): in one linear layer before an ordinary decoder layer.
@@ -68,121 +76,88 @@ class EagleConfig:
         return self.draft_vocab_size is not None
 
 
-class RMSNorm(nn.Module):
-    """RMS norm over the last dimension, in the weight's format: autocast gives it bfloat16."""
+def eagle_stack(config: EagleConfig) -> tuple[Stack, StackBuilder]:
+    """Describe a feature drafter. Returns also the builder with the shapes of its weights."""
+    b, d = StackBuilder(config.eps), config.hidden_size
+    fused_size = len(config.layers) * config.target_size
+    # hidden states and tokens
+    fusion = None
+    if config.join == "input":
+        join = b.linear(2 * d, ("fc", d), bias=config.fc_bias)
+        hidden_input = HiddenInput(d, join=join)
+    else:
+        norms = [b.norm(f"feature_norms.{i}", config.target_size) for i in _normed(config)]
+        fusion = Fusion(
+            b.linear(fused_size, ("fc", d), bias=config.fc_bias),
+            config.target_size,
+            tuple(norms),
+            b.norm("fused_norm", fused_size) if config.fused_norm else None,
+        )
+        hidden_input = HiddenInput(
+            d,
+            token_norm=b.norm("input_norm", d),
+            state_norm=b.norm("hidden_norm", d),
+            norm_residual=config.norm_before_residual,
+            lift=b.linear(d, ("lift", d)) if config.lift else None,
+        )
+    # the layer
+    heads = (config.heads + 2 * config.kv_heads) * config.head_dim
+    inputs = d if config.join == "input" else 2 * d
+    qkv = b.linear(inputs, ("qkv", heads), bias=config.attention_bias)
+    attention = b.attention(config, qkv, "out", config.window)
+    inner = config.intermediate_size
+    b.weight("gate_up.weight", 2 * inner, d)
+    feed_forward = FeedForward(halves("gate_up"), b.linear(inner, ("down", d)), "silu", True)
+    layer = Layer(attention, feed_forward, None, b.norm("mlp_norm", d))
+    norm = b.norm("norm", d) if config.final_norm else Norm((), config.eps)
+    stack = Stack(EMBEDDING, "", (layer,), norm, NO_HEAD, hidden_input=hidden_input, fusion=fusion)
+    return stack, b
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), (x.shape[-1],), self.weight, self.eps)
-
-
-class DrafterNetwork(nn.Module):
-    """A network beside a target whose `embedding` and `head` it uses.
-
-    These two are not among its parameters and are not saved.
-    """
-
-    config: Any
-
-    def __init__(self, embedding: nn.Module | None, head: nn.Module | None) -> None:
-        super().__init__()
-        # in a dictionary, so that they don't become parameters of this module
-        self._shared = {"embedding": embedding, "head": head}
-
-    @property
-    def embedding(self) -> Any:
-        return self._shared["embedding"]
-
-    @property
-    def head(self) -> Any:
-        return self._shared["head"]
-
-    @cached_property
-    def angles(self) -> Angles:
-        """Of its layers. They stay float32, whatever the module is moved to."""
-        return Angles(rope_parameters(self.config.rope), self.config.head_dim)
-
-    def rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Apply the rotary angles of `positions` `[..., n]` to `[..., n, heads, head_dim]`."""
-        cos, sin = (angle.to(x.dtype)[..., None, :] for angle in self.angles.at(positions))
-        first, second = x.chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+def _normed(config: EagleConfig) -> range:
+    """Return which hidden states are normed before they are fused."""
+    return range(len(config.layers) if config.feature_norms else 0)
 
 
 class EagleHead(DrafterNetwork):
     """The feature drafter's network, with the target's `embedding` and `head` or its own.
 
     Below, `d` is `hidden_size`. Tensors have leading dimensions `...`, the last of the sequence.
+    `tokens`: where it has its own head, the target's token of each of its outputs.
     """
 
     def __init__(
         self, config: EagleConfig, embedding: nn.Module | None = None, head: nn.Module | None = None
     ) -> None:
-        super().__init__(embedding, head)
-        self.config = config
-        d, rows = config.hidden_size, (config.heads + 2 * config.kv_heads) * config.head_dim
-        wide = config.join == "attention"
-        if wide:
-            self.fc = nn.Linear(len(config.layers) * config.target_size, d, bias=config.fc_bias)
-            self.hidden_norm = RMSNorm(d, config.eps)
-            if config.lift:
-                self.lift = nn.Linear(d, d, bias=False)
-            if config.fused_norm:
-                self.fused_norm = RMSNorm(len(config.layers) * config.target_size, config.eps)
-        else:
-            self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
-        if config.feature_norms:
-            self.feature_norms = nn.ModuleList(
-                RMSNorm(config.target_size, config.eps) for _ in config.layers
-            )
-        if wide:
-            self.input_norm = RMSNorm(d, config.eps)
-        self.qkv = nn.Linear(2 * d if wide else d, rows, bias=config.attention_bias)
-        self.out = nn.Linear(config.heads * config.head_dim, d, bias=False)
-        self.mlp_norm = RMSNorm(d, config.eps)
-        self.gate_up = nn.Linear(d, 2 * config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, d, bias=False)
-        if config.final_norm:
-            self.norm = RMSNorm(d, config.eps)
+        stack, builder = eagle_stack(config)
+        super().__init__(config, stack, builder.shapes, embedding, head)
         if config.own_embedding:
-            self.own_embedding = nn.Embedding(config.vocab_size, d)
+            self.own_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.draft_vocab_size is not None:
-            self.own_head = nn.Linear(d, config.draft_vocab_size, bias=False)
-            # the target's token for each row of the head
+            self.own_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
             self.register_buffer("tokens", torch.arange(config.draft_vocab_size))
 
     @property
     def embedding(self) -> Any:
-        return self.own_embedding if self.config.own_embedding else self._shared["embedding"]
+        return self.own_embedding if self.config.own_embedding else super().embedding
 
     @property
     def head(self) -> Any:
-        return self.own_head if self.config.own_head else self._shared["head"]
+        return self.own_head if self.config.own_head else super().head
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Turn the target's hidden states into what the layer reads.
+        """Return what rows read of the target's hidden states.
 
         `hidden`: `[..., n, len(layers) * target_size]`. Returns `[..., n, d]`.
         """
-        if self.config.feature_norms:
-            parts = hidden.reshape(*hidden.shape[:-1], -1, self.config.target_size).unbind(-2)
-            hidden = torch.cat(
-                [norm(part) for norm, part in zip(self.feature_norms, parts, strict=True)], -1
-            )
-        if self.config.fused_norm:
-            hidden = self.fused_norm(hidden)
-        return self.fc(hidden) if self.config.join == "attention" else hidden
+        return self.layers_in_torch().fuse(hidden)
 
     def forward(
         self,
         hidden: torch.Tensor,
         embedded: torch.Tensor,
         positions: torch.Tensor,
-        attend: Attention,
+        attend: Attend,
     ) -> torch.Tensor:
         """Run the layer once and return its output `[..., n, d]`.
 
@@ -191,31 +166,24 @@ class EagleHead(DrafterNetwork):
         - `hidden`: `[..., n, d]`, what `fuse` returned or an earlier output of this method.
         - `embedded`: `[..., n, d]`, the embeddings of the tokens that follow.
         - `positions`: `[..., n]`.
-        - `attend(query, key, value)`: the attention. `query` is `[..., n, heads, head_dim]`; `key`
-          and `value` are `[..., n, kv_heads, head_dim]`. Queries and keys are rotated already.
-          Returns `[..., n, heads * head_dim]`.
         """
-        config = self.config
-        if config.join == "attention":
-            normed, token = self.hidden_norm(hidden), self.input_norm(embedded)
-            x = torch.cat([token, normed], -1)
-            residual = normed if config.norm_before_residual else hidden
-            if config.lift:
-                residual = residual + self.lift(token)
-        else:
-            x = residual = self.fc(torch.cat([embedded, hidden], -1))
-        qkv = self.qkv(x).unflatten(-1, (-1, config.head_dim))
-        turned = config.heads + config.kv_heads
-        qk = self.rotated(qkv[..., :turned, :], positions)
-        query, key = qk[..., : config.heads, :], qk[..., config.heads :, :]
-        x = residual + self.out(attend(query, key, qkv[..., turned:, :]))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        x = x + self.down(F.silu(gate) * up)
-        return self.norm(x) if config.norm_output else x  # type: ignore[no-any-return]
+        layers, shape = self.layers_in_torch(), hidden.shape[:-1]
+
+        def attend_flat(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            query, key, value = (torch.unflatten(x, 0, shape) for x in (query, key, value))
+            return attend(query, key, value).flatten(0, -2)
+
+        inputs = LayerInputs(layers.angles_at(positions.flatten()), attend_flat)
+        out = layers.drafter_stream(embedded.flatten(0, -2), hidden.flatten(0, -2), inputs)
+        if self.config.norm_output:
+            out = layers.norm(out)
+        return torch.unflatten(out, 0, shape)
 
     def feature(self, out: torch.Tensor) -> torch.Tensor:
-        """Return what the head reads of an output: the output, normed where there is a norm.
-
-        If the drafter has its own head, `tokens` holds the token of each of its outputs.
-        """
-        return self.norm(out) if self.config.final_norm and not self.config.norm_output else out
+        """Return what the head reads of an output: the output, normed where there is a norm."""
+        if not self.config.final_norm or self.config.norm_output:
+            return out
+        weight: torch.Tensor = self["norm"].weight
+        return F.rms_norm(out.to(weight.dtype), out.shape[-1:], weight, self.config.eps)

@@ -12,14 +12,10 @@ import torch
 
 from quickbeam.drafters.base import Drafter, DrafterState, DraftRequest, HeadUse
 from quickbeam.drafters.largest import largest
+from quickbeam.drafters.passes import NativePasses, TorchPasses
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
-from quickbeam.models.base import Model, inference
+from quickbeam.models.base import inference
 from quickbeam.models.cache.kv import Pool, SequenceCache
-from quickbeam.models.native.operands import KVShape
-from quickbeam.models.torch.attention import attention_on
-from quickbeam.models.torch.paged_attention import AttentionParams, write
-from quickbeam.models.torch.pages import RowPool
-from quickbeam.models.torch.rows import PassRows
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # the most rows of committed tokens that one pass runs
@@ -63,7 +59,7 @@ class FeatureState(DrafterState):
     - `cache`: keys and values of committed tokens. `unread`: hidden states of the others.
     - `shortlist`: what its head may score, or None. `scorer`: what it scores for this tree, the
       same or its frequent tokens alone. `used`: how the head was used.
-    - `tree`: the tree that is being grown.
+    - `tree`: the tree that is being proposed.
     """
 
     used: HeadUse
@@ -71,9 +67,10 @@ class FeatureState(DrafterState):
     def __init__(
         self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None
     ) -> None:
-        self.cache, self.ids, self.unread = cache, list(ids), HiddenQueue()
-        self.shortlist, self.used = shortlist, HeadUse()
-        self.scorer = shortlist
+        self.cache, self.ids = cache, list(ids)
+        self.unread = HiddenQueue()
+        self.shortlist = self.scorer = shortlist
+        self.used = HeadUse()
         self._unseen: list[int] = []  # committed tokens that the shortlist has yet to read
         self.tree: TokenTree | None = None
 
@@ -102,8 +99,8 @@ class FeatureState(DrafterState):
 
     def share(self, chunk: int, tokens: int) -> Any:
         """Return the rows of these tokens, or None if they were not read yet."""
-        whole = (chunk + 1) * tokens <= self.cache.length
-        return self.cache.share(chunk, tokens) if whole else None
+        is_read = (chunk + 1) * tokens <= self.cache.length
+        return self.cache.share(chunk, tokens) if is_read else None
 
     def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
         if chunks:
@@ -130,55 +127,21 @@ class FeatureDrafter(Drafter):
     kind: type[Any]
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> Any:
-        listed = None if shortlist is None else shortlist.begin(ids)
-        return self.kind(self.pool.new(), ids, listed)
+        state = None if shortlist is None else shortlist.begin(ids)
+        return self.kind(self.pool.new(), ids, state)
 
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
-        # `end` bounds the hidden states that were given, so it needs no look here
-        mine = [state for state in states if isinstance(state, self.kind)]
-        self._read([state for state in mine if state.readable() >= max(1, least)])
+        # `end` bounds the hidden states that were appended, so it needs no look here
+        own = [state for state in states if isinstance(state, self.kind)]
+        self._read([state for state in own if state.readable() >= max(1, least)])
 
     @abstractmethod
     def _read(self, states: Sequence[Any]) -> None:
         """Compute all rows of the states that can be computed now."""
 
 
-class TorchPasses:
-    """What passes by PyTorch's operators share: the reference.
-
-    `layers`: of the `network`, their windows and whether they are causal (`AttentionParams`).
-    `scaling`: of scores; the root of 1 / head_dim if None.
-    """
-
-    def __init__(
-        self,
-        network: Any,
-        layers: Sequence[tuple[int | None, bool]],
-        model: Model,
-        scaling: float | None = None,
-    ) -> None:
-        self.network, size = network, network.config.head_dim
-        scaling = size**-0.5 if scaling is None else scaling
-        shapes = [KVShape(network.config.kv_heads, size, size)] * len(layers)
-        self.pool = RowPool(shapes, model.dtype, model.device)
-        self._attend = attention_on(model.device)
-        self._layers = [
-            AttentionParams(i, scaling, window, causal=causal)
-            for i, (window, causal) in enumerate(layers)
-        ]
-        self.logits = network.head  # the whole head, `[n, d]` to `[n, draft vocabulary]`
-
-    def write(self, rows: PassRows, i: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Keep the rows' keys and values of layer i, `[n, kv_heads, head_dim]` each."""
-        write(self.pool, rows, i, key, value)
-
-    def attend(self, rows: PassRows, i: int, query: torch.Tensor) -> torch.Tensor:
-        """Return the attention of queries `[n, heads, head_dim]` in layer i, in their format."""
-        return self._attend(self.pool, rows, self._layers[i], query).to(query.dtype)
-
-
-def in_parts(
+def in_chunks(
     states: Sequence[Any], readable: Callable[[Any], int]
 ) -> Iterator[list[tuple[Any, int]]]:
     """Yield states and how many of their rows a pass reads, together at most `CHUNK`.
@@ -186,64 +149,62 @@ def in_parts(
     `readable`: how many rows a state has left. The caller commits them before the next pass.
     """
     while left := [state for state in states if readable(state) > 0]:
-        part, room = list[tuple[Any, int]](), CHUNK
+        chunk, capacity = list[tuple[Any, int]](), CHUNK
         for state in left:
             count = min(readable(state), CHUNK)
-            if part and count > room:
+            if chunk and count > capacity:
                 break
-            room -= count
-            part.append((state, count))
-        yield part
+            capacity -= count
+            chunk.append((state, count))
+        yield chunk
 
 
-class HeadLogits(NamedTuple):
-    """Logits that one product gave.
+class ScoredRows(NamedTuple):
+    """What the head gives of a state's rows.
 
-    `of`: which states, by number, and how many rows each has. `logits`: `[n, s]`, their rows one
-    after the other. `tokens`: of the columns, `[s]`, or None where all of the head was scored.
+    `number`: of the state, as `score` was given them. `logits`: `[n, s]`. `tokens`: of the columns,
+    `[s]`, or None where all of the head was scored.
     """
 
-    of: Sequence[tuple[int, int]]
+    number: int
     logits: torch.Tensor
     tokens: torch.Tensor | None
-
-    def split(self, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield each state's number and its part of `rows` `[n, ...]`."""
-        parts = rows.split_with_sizes([count for _, count in self.of])
-        return zip((i for i, _ in self.of), parts, strict=True)
 
 
 def score(
     states: Sequence[FeatureState],
     features: Sequence[torch.Tensor],
-    routed: Sequence[torch.Tensor | None],
-    passes: Any,
-) -> Iterator[HeadLogits]:
-    """Yield the logits of all states' `features` `[n, d]`, product by product.
+    clusters: Sequence[torch.Tensor | None],
+    passes: NativePasses | TorchPasses,
+) -> Iterator[ScoredRows]:
+    """Yield the logits of all states' `features` `[n, d]`, in any order.
 
     One product of the whole head of `passes` serves all sequences without a shortlist, and one of
     the frequent tokens those that `choose_scorers` put together. The others take a product each, of
-    their context's tokens and of the clusters in `routed` too.
+    their context's tokens and of their `clusters` too.
     """
-    groups: dict[Any, list[int]] = {}
-    for i, state in enumerate(states):
-        groups.setdefault(state.scorer, []).append(i)
+    groups: dict[ShortlistState | None, list[int]] = {}
+    for number, state in enumerate(states):
+        groups.setdefault(state.scorer, []).append(number)
     for scorer, group in groups.items():
-        began, before = perf_counter(), 0 if scorer is None else scorer.scored
-        feature, clusters = torch.cat([features[i] for i in group]), routed[group[0]]
+        began = perf_counter()
+        feature = torch.cat([features[number] for number in group])
         if scorer is None:
             logits, tokens = passes.logits(feature), None
             count = logits.shape[-1]
         else:
-            assert clusters is not None
-            logits, tokens = scorer.score(feature, clusters)
-            count = scorer.scored - before
+            scored_before, first_clusters = scorer.scored, clusters[group[0]]
+            assert first_clusters is not None
+            logits, tokens = scorer.score(feature, first_clusters)
+            count = scorer.scored - scored_before
         seconds = (perf_counter() - began) / len(group)
-        for i in group:
-            counted = states[i].used
-            counted.calls, counted.tokens = counted.calls + 1, counted.tokens + count
-            counted.seconds += seconds
-        yield HeadLogits([(i, len(features[i])) for i in group], logits, tokens)
+        rows = logits.split_with_sizes([len(features[number]) for number in group])
+        for number, part in zip(group, rows, strict=True):
+            used = states[number].used
+            used.calls += 1
+            used.tokens += count
+            used.seconds += seconds
+            yield ScoredRows(number, part, tokens)
 
 
 def choose_scorers(requests: Sequence[DraftRequest]) -> None:
@@ -255,8 +216,8 @@ def choose_scorers(requests: Sequence[DraftRequest]) -> None:
     depends on what is scored. So those sequences score what they do alone.
     """
 
-    def common(one: DraftRequest) -> ShortlistState | None:
-        shortlist = None if one.context.draws else one.state.shortlist
+    def common(request: DraftRequest) -> ShortlistState | None:
+        shortlist = None if request.context.draws else request.state.shortlist
         return None if shortlist is None else shortlist.shared.common
 
     counts = Counter(map(common, requests))

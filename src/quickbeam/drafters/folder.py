@@ -67,29 +67,32 @@ def embed_scale(embedding: nn.Module) -> float:
 
 def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a configuration says of a Llama-like layer, by field of the drafter's own."""
-    given = {name: value for name, value in fields.items() if value is not None}
-    given.setdefault("num_key_value_heads", given["num_attention_heads"])
-    given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
-    sizes = {field: int(given[name]) for field, name in SIZES.items()}
-    divisible = sizes["head_dim"] % 2 == 0 and sizes["heads"] % max(1, sizes["kv_heads"]) == 0
+    present = {name: value for name, value in fields.items() if value is not None}
+    present.setdefault("num_key_value_heads", present["num_attention_heads"])
+    present.setdefault("head_dim", present["hidden_size"] // present["num_attention_heads"])
+    sizes = {field: int(present[name]) for field, name in SIZES.items()}
+    head_dim = sizes["head_dim"]
+    divisible = head_dim % 2 == 0 and sizes["heads"] % max(1, sizes["kv_heads"]) == 0
     if min(sizes.values()) < 1 or not divisible:
         raise InvalidInput(
             f"its config has sizes that can't be together: {', '.join(SIZES.values())} are "
             f"{', '.join(map(str, sizes.values()))}"
         )
-    rope = {name: given[name] for name in ROPE if name in given}
+    rope = {name: present[name] for name in ROPE if name in present}
     angles = rope_parameters(rope)
-    if kinds := [name for name, one in angles.items() if isinstance(one, dict)]:
+    kinds = [name for name, value in angles.items() if isinstance(value, dict)]
+    if kinds:
         raise InvalidInput(
             f"its config has rotary angles by kind of layer ({', '.join(kinds)}); drafters here "
             "have one kind"
         )
-    if (turning := angles.get("rotary_dim", sizes["head_dim"])) != sizes["head_dim"]:
+    rotary_dim = angles.get("rotary_dim", head_dim)
+    if rotary_dim != head_dim:
         raise InvalidInput(
-            f"its config has heads of {sizes['head_dim']}, of which {turning!r} turn; all must"
+            f"its config has heads of {head_dim}, of which {rotary_dim!r} turn; all must"
         )
-    Angles(angles, sizes["head_dim"])  # raises for unknown ones
-    return sizes | {"eps": float(given.get("rms_norm_eps", 1e-6)), "rope": rope}
+    Angles(angles, head_dim)  # raises for unknown ones
+    return sizes | {"eps": float(present.get("rms_norm_eps", 1e-6)), "rope": rope}
 
 
 def layer_windows(fields: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
@@ -97,12 +100,12 @@ def layer_windows(fields: Mapping[str, Any], layers: int) -> tuple[int | None, .
 
     Without windows, returns nothing. Raises `InvalidInput` where the fields contradict one another.
     """
-    kinds, size = list(fields.get("layer_types") or ()), fields.get("sliding_window")
-    used = fields.get("use_sliding_window")
-    if WINDOWED not in kinds and not (used and not kinds):
+    kinds = list(fields.get("layer_types") or ())
+    size, used = fields.get("sliding_window"), fields.get("use_sliding_window")
+    if WINDOWED not in kinds and (kinds or not used):
         return ()
-    whole = type(size) is int and size > 0 and used is not False
-    if not whole or len(kinds) != layers or not {*kinds} <= {WINDOWED, "full_attention"}:
+    has_size = type(size) is int and size > 0 and used is not False
+    if not has_size or len(kinds) != layers or not {*kinds} <= {WINDOWED, "full_attention"}:
         raise InvalidInput(
             f"its config has sliding windows that are not clear: layer_types {kinds} for {layers} "
             f"layers, sliding_window {size!r}, use_sliding_window {used!r}"
@@ -114,12 +117,12 @@ def rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rope_parameters`, of which `fields` may have older names."""
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     rope.setdefault("rope_theta", fields.get("rope_theta") or 10000.0)
-    border = rope.get("original_max_position_embeddings")
+    original = rope.get("original_max_position_embeddings")
     length = fields.get("max_position_embeddings")
     if rope.get("rope_type", rope.get("type")) == "yarn" and length:
         rope.setdefault("original_max_position_embeddings", length)
-    if rope.get("factor") is None and border and length:
-        rope["factor"] = length / border
+    if rope.get("factor") is None and original and length:
+        rope["factor"] = length / original
     return rope
 
 
@@ -144,10 +147,12 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         files = {path.name}
         if path.suffix == ".json":
             files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-        parts = [_load(folder / Path(name).name) for name in sorted(files)]
-        state = {name: one for part in parts for name, one in part.items()}
-        tensors = {k: one for k, one in state.items() if isinstance(one, torch.Tensor)}
-        return {name.removeprefix("model."): one for name, one in tensors.items()}
+        tensors = dict[str, torch.Tensor]()
+        for name in sorted(files):
+            for stored, value in _load(folder / Path(name).name).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[stored.removeprefix("model.")] = value
+        return tensors
     except UNREADABLE as error:
         raise InvalidInput(
             f"{path} can't be read as weights ({first_line(error)}); download it again"
@@ -166,10 +171,13 @@ def write_folder(
     Floating-point tensors are stored as `dtype`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
+    tensors = dict[str, torch.Tensor]()
+    for name, tensor in state.items():
+        stored = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        tensors[name] = stored.contiguous().cpu()
     parts = [folder / f"{name}.part" for name in names]
     parts[0].write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    save_file({k: v.contiguous().cpu() for k, v in tensors.items()}, parts[1])
+    save_file(tensors, parts[1])
     for part, name in zip(parts, names, strict=True):
         os.replace(part, folder / name)
 
@@ -209,32 +217,41 @@ def assemble(
     Raises `InvalidInput` naming a tensor that is missing, has another shape, or has no place.
     """
     beginnings = tuple(name for name in ignored if name.endswith("."))
+
+    def is_ignored(name: str) -> bool:
+        return name in ignored or name.startswith(beginnings)
+
     shapes, made_of = dict[str, list[int]](), dict[str, list[str]]()
     for name, tensor in network.state_dict().items():
-        if name in ignored or name.startswith(beginnings):
+        if is_ignored(name):
             continue
         module, _, kind = name.rpartition(".")
-        sources = parts.get(module, [(module, None)])
-        made_of[name] = [f"{source}.{kind}" if source else kind for source, _ in sources]
-        rows = [count or tensor.shape[0] for _, count in sources]
-        shapes |= {one: [n, *tensor.shape[1:]] for one, n in zip(made_of[name], rows, strict=True)}
+        made_of[name] = []
+        for source, rows in parts.get(module, [(module, None)]):
+            stored_name = f"{source}.{kind}" if source else kind
+            made_of[name].append(stored_name)
+            shapes[stored_name] = [rows or tensor.shape[0], *tensor.shape[1:]]
     check_tensors(stored, shapes)
-    left = stored.keys() - shapes.keys() - {*ignored}
-    if left := {name for name in left if not name.startswith(beginnings)}:
+    unused = sorted(name for name in stored.keys() - shapes.keys() if not is_ignored(name))
+    if unused:
         raise InvalidInput(
-            f"a drafter of this kind has no place for {', '.join(sorted(left)[:4])}; use another "
-            "drafter"
+            f"a drafter of this kind has no place for {', '.join(unused[:4])}; use another drafter"
         )
-    return {
-        name: torch.cat([stored[one] for one in names]) if len(names) > 1 else stored[names[0]]
-        for name, names in made_of.items()
-    }
+    assembled = dict[str, torch.Tensor]()
+    for name, sources in made_of.items():
+        tensors = [stored[source] for source in sources]
+        assembled[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    return assembled
 
 
 def check_tensors(state: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
     """Raise `InvalidInput` naming tensors that are missing or have other shapes than these."""
-    known = [(name, list(state[name].shape), list(shapes[name])) for name in state.keys() & shapes]
-    refuse_incomplete(shapes.keys() - state.keys(), [one for one in known if one[1] != one[2]])
+    mismatched = list[tuple[str, list[int], list[int]]]()
+    for name in state.keys() & shapes:
+        shape, expected = list(state[name].shape), list(shapes[name])
+        if shape != expected:
+            mismatched.append((name, shape, expected))
+    refuse_incomplete(shapes.keys() - state.keys(), mismatched)
 
 
 def refuse_other_target(*widths: int, target: int) -> None:

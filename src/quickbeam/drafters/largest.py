@@ -31,14 +31,18 @@ def largest(
     kernels = cached_kernels()
     if kernels is None or rows.device.type != "cpu" or rows.dtype is not torch.float32:
         return largest_plain(rows, count, floors, tokens)
-    rows, tokens = rows.contiguous(), None if tokens is None else tokens.contiguous()
-    at, size, names = rows.data_ptr(), rows.shape[1], None if tokens is None else tokens.data_ptr()
+    rows = rows.contiguous()
+    names = None
+    if tokens is not None:
+        tokens = tokens.contiguous()
+        names = tokens.data_ptr()
+    address, size = rows.data_ptr(), rows.shape[1]
     best, values = (c_int64 * count)(), (c_float * count)()
     ranked = list[Row]()
     for floor in floors:
-        kept = kernels.ranked(at, size, names, count, floor, best, values)
+        kept = kernels.ranked(address, size, names, count, floor, best, values)
         ranked.append((best[:kept], values[:kept]))
-        at += 4 * size
+        address += rows.itemsize * size
     return ranked
 
 

@@ -20,8 +20,8 @@ class LastLogits(Source):
         """Return `(rank, token)` of the `k` largest of `context.logits`, best first.
 
         Rank 0 is the argmax. The root is left out, whatever its rank. Where the noise of the next
-        place is known, it perturbs the logits first (`methods/children.py`). Under a grammar only
-        tokens that it allows after the root are ranked.
+        position is known, it perturbs the logits first (`methods/children.py`). Under a grammar
+        only tokens that it allows after the root are ranked.
         """
         k = min(k, context.logits.shape[-1])
         if k < 1:
@@ -31,8 +31,8 @@ class LastLogits(Source):
             logits = context.grammar.ban(logits.to(torch.float32, copy=True))
         if context.noise is None:
             ((tokens, _),) = largest(logits[None], k)
-        else:  # the guessed place has its own noise, as the places of a drafter's children do
+        else:  # the guessed position has its own noise, as those of a drafter's children do
             rows = logits.float().softmax(-1)[None].cpu()
-            place = len(context.ids), 0.0, 0.0
-            ((tokens, _),) = context.noise.perturb(rows, None, [place], context.temperature, k)
+            position = len(context.ids), 0.0, 0.0
+            ((tokens, _),) = context.noise.perturb(rows, None, [position], context.temperature, k)
         return [(rank, token) for rank, token in enumerate(tokens) if token != root]

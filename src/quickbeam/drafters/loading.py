@@ -1,7 +1,7 @@
 """Builds a drafter from what `--drafter` names.
 
-This is a smaller model, a feature drafter in any layout that `checkpoints.py` reads, a block
-drafter, an assistant of Gemma 4, or an MTP head in the model's own checkpoint.
+This is a smaller model, a feature or block drafter or an assistant of Gemma 4 in any layout that
+`layouts.py` has, or an MTP head in the model's own checkpoint.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from quickbeam.drafters.assistant import is_assistant, load_assistant
+from quickbeam.drafters.assistant import load_assistant
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
-from quickbeam.drafters.block_files import MASK, is_block, load_block
-from quickbeam.drafters.checkpoints import is_eagle, load_eagle
-from quickbeam.drafters.draft_model import LMDrafter, Translation, same_tokens
+from quickbeam.drafters.block_files import MASK, load_block
+from quickbeam.drafters.draft_model import LMDrafter, same_tokens
 from quickbeam.drafters.eagle import eagle_drafter
+from quickbeam.drafters.eagle_files import load_eagle
 from quickbeam.drafters.folder import TargetParts
+from quickbeam.drafters.layouts import ASSISTANT, BLOCK, layout_of
 from quickbeam.drafters.mtp import load_mtp
 from quickbeam.errors import InvalidInput
 from quickbeam.hub.mtp import MTP
@@ -43,42 +44,46 @@ def load_drafter(
 
     - `name`: a folder, a `.gguf` file, a built-in model or a Hugging Face id; or `MTP`, a head in
       the target's own checkpoint, whose folder, file or id is `model`.
-    - `tokenizer`: the target's; a smaller model may have another one (`Translation`).
+    - `tokenizer`: the target's, which a smaller model must have, too.
     - `weights`: the weight format of a smaller model (see `make_model`). None takes the target's.
 
-    Raises `InvalidInput` for what is no drafter of this target, and for a feature drafter with
-    `weights` other than `bfloat16`.
+    Raises `InvalidInput` for what is no drafter of this target, a smaller model with another
+    tokenizer among it, and for a feature drafter with `weights` other than `bfloat16`.
     """
     if name == MTP:
         _refuse_weights(name, weights)
         file = Path(model).expanduser()
         return load_mtp(file if file.suffix == ".gguf" else local_folder(model, None), target)
-    place = Path(builtin.resolve(name, progress)).expanduser()
-    if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
-        place = local_folder(name, None, [*WANTED, MASK])
-    if place.is_dir() and is_assistant(place):
+    path = Path(builtin.resolve(name, progress)).expanduser()
+    if not path.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
+        path = local_folder(name, None, [*WANTED, MASK])
+    layout = layout_of(path)
+    if layout is not None:
         _refuse_weights(name, weights)
-        return load_assistant(place, target)
-    block = is_block(place)
-    if block or (place.is_dir() and is_eagle(place)):
-        _refuse_weights(name, weights)
-        if target.streamed is not None:
-            logger.warning("the model's embedding and head are in memory for this drafter, too")
-        parts = TargetParts.of(target)
-        drafter: Drafter
-        if block:
-            drafter = BlockDrafter(load_block(place, parts), target)
-        else:
-            drafter = eagle_drafter(load_eagle(place, parts), target)
-        drafter.folder = place
+        drafter = _load_network(layout.kind, path, target)
+        drafter.folder = path
         return drafter
     weights = weights or target.weights
-    opened = open_model(str(place), target.dtype, target.device, weights=weights, progress=progress)
+    opened = open_model(str(path), target.dtype, target.device, weights=weights, progress=progress)
     sizes = target.vocab_size, opened.model.vocab_size
     if not same_tokens(tokenizer, opened.tokenizer, sizes):
-        translation = Translation(tokenizer, opened.tokenizer, sizes)
-        return LMDrafter(opened.model, sizes[1], translation=translation)
+        raise InvalidInput(
+            f"{name} has another tokenizer than the model, and can't draft for it: name a smaller "
+            "model of its family, or leave the drafter out"
+        )
     return LMDrafter(opened.model, target.vocab_size)
+
+
+def _load_network(kind: str, path: Path, target: Model) -> Drafter:
+    """Load a drafter that has a layout of its own, of a `kind` of `layouts.py`."""
+    if kind == ASSISTANT:
+        return load_assistant(path, target)
+    if target.streamed is not None:
+        logger.warning("the model's embedding and head are in memory for this drafter, too")
+    parts = TargetParts.of(target)
+    if kind == BLOCK:
+        return BlockDrafter(load_block(path, parts), target)
+    return eagle_drafter(load_eagle(path, parts), target)
 
 
 def _refuse_weights(name: str, weights: str | None) -> None:

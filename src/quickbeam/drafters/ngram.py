@@ -36,7 +36,8 @@ class NgramIndex(SourceState):
         follow the occurrence. Returns None without a match. `suffix` is the end of the text,
         perhaps continued by tokens that are only guessed; its last `MAX_N` tokens are enough.
         """
-        ids, after, size = self.ids, self._after, len(suffix)
+        ids, after = self.ids, self._after
+        size = len(suffix)
         for end in range(self._entered, len(ids)):
             for n in range(1, min(MAX_N, end) + 1):
                 after[tuple(ids[end - n : end])] = end
@@ -56,9 +57,10 @@ class NgramIndex(SourceState):
 
         This shows how long the repetition has gone on.
         """
-        ids, length, most = self.ids, 0, min(limit, match.position)
-        before, end = match.position - 1, len(self.ids) - 1
-        while length < most and ids[before - length] == ids[end - length]:
+        ids, length = self.ids, 0
+        limit = min(limit, match.position)
+        before, last = match.position - 1, len(ids) - 1
+        while length < limit and ids[before - length] == ids[last - length]:
             length += 1
         return length
 

@@ -31,7 +31,7 @@ class Successors:
     """
 
     def __init__(self, rows: int = ROWS) -> None:
-        self._at: dict[int, int] = {}  # the latest row of a key
+        self._row_of_key: dict[int, int] = {}  # the latest
         self._keys = [(-1, -1)] * rows
         self._tokens = np.zeros((rows, KEPT), np.int64)
         self._probs = np.zeros((rows, KEPT), np.float32)
@@ -43,27 +43,30 @@ class Successors:
 
     def put(self, before: int, token: int, tokens: Sequence[int], logits: Sequence[float]) -> None:
         """Keep the likeliest `tokens` after `token`, which followed `before`, and their logits."""
-        at, keys = self._next, (self._pair(before, token), token)
-        self._next = (at + 1) % len(self._keys)
-        for old in self._keys[at]:
-            if self._at.get(old) == at:
-                del self._at[old]
-        self._keys[at] = keys
-        self._at.update(dict.fromkeys(keys, at))
+        row, keys = self._next, (self._pair(before, token), token)
+        self._next = (row + 1) % len(self._keys)
+        for old in self._keys[row]:
+            if self._row_of_key.get(old) == row:
+                del self._row_of_key[old]
+        self._keys[row] = keys
+        for key in keys:
+            self._row_of_key[key] = row
         probs = np.exp(np.asarray(logits, np.float32) - logits[0])
-        self._tokens[at, : len(tokens)], self._probs[at] = tokens, 0.0
-        self._probs[at, : len(tokens)] = probs / probs.sum()
+        self._tokens[row, : len(tokens)] = tokens
+        self._probs[row] = 0.0
+        self._probs[row, : len(tokens)] = probs / probs.sum()
 
     def after(self, before: int, token: int) -> tuple[int, float] | None:
         """Return the number of the row to draft from and its confidence; None without one."""
-        if (at := self._at.get(self._pair(before, token))) is not None:
-            return at, PAIR
-        at = self._at.get(token)
-        return None if at is None else (at, SINGLE)
+        row = self._row_of_key.get(self._pair(before, token))
+        if row is not None:
+            return row, PAIR
+        row = self._row_of_key.get(token)
+        return None if row is None else (row, SINGLE)
 
-    def row(self, at: int) -> tuple[np.ndarray, np.ndarray]:
+    def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a row's tokens and probabilities, `[KEPT]` each."""
-        return self._tokens[at], self._probs[at]
+        return self._tokens[number], self._probs[number]
 
 
 class TokenRecycling(Drafter):
@@ -76,33 +79,35 @@ class TokenRecycling(Drafter):
     one_call = True
 
     def __init__(self) -> None:
-        self._of = lru_cache(TENANTS)(lambda tenant: Successors())
+        self._of_tenant = lru_cache(TENANTS)(lambda tenant: Successors())
 
     def learn(self, context: Context, tree: TokenTree, logits: torch.Tensor) -> None:
-        known = self._of(context.tenant)
+        successors = self._of_tenant(context.tenant)
         for node, (tokens, values) in enumerate(largest(logits, KEPT)):
             if tokens and np.isfinite(values[0]):
-                known.put(_before(context, tree, node), tree.token[node], tokens, values)
+                successors.put(_before(context, tree, node), tree.token[node], tokens, values)
 
     def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
-        return [self._one(one) for one in requests]
+        return [self._answer(request) for request in requests]
 
-    def _one(self, request: DraftRequest) -> DraftProbs:
-        context, tree, nodes, _ = request
-        known, count = self._of(context.tenant), len(nodes)
+    def _answer(self, request: DraftRequest) -> DraftProbs:
+        context, tree = request.context, request.tree
+        successors, count = self._of_tenant(context.tenant), len(request.nodes)
         tokens = np.zeros((count, KEPT), np.int64)
         values = np.zeros((count, count, KEPT), np.float32)  # each row has columns of its own
         confidence = [0.0] * count
-        for i, node in enumerate(nodes):
-            if row := known.after(_before(context, tree, node), tree.token[node]):
-                at, confidence[i] = row
-                tokens[i], values[i, i] = known.row(at)
+        for i, node in enumerate(request.nodes):
+            match = successors.after(_before(context, tree, node), tree.token[node])
+            if match is not None:
+                row, confidence[i] = match
+                tokens[i], values[i, i] = successors.row(row)
         probs = torch.from_numpy(values.reshape(count, -1))
         if context.draft_temperature != 1:
             probs = probs.pow(1 / max(context.draft_temperature, 1e-3))
             probs /= probs.sum(-1, keepdim=True).clamp(min=1e-30)
-        vocab = len(context.logits)
-        return DraftProbs(probs, torch.from_numpy(tokens.ravel()), vocab, confidence=confidence)
+        return DraftProbs(
+            probs, torch.from_numpy(tokens.ravel()), len(context.logits), confidence=confidence
+        )
 
 
 def _before(context: Context, tree: TokenTree, node: int) -> int:

@@ -63,7 +63,7 @@ class Texts:
 
     def add(self, ids: Sequence[int]) -> None:
         """Enter a text. What goes on as remembered from its beginning is left out."""
-        ids = ids[self._known(ids) :][-(len(self._ring) - 1) :]
+        ids = ids[self._remembered(ids) :][-(len(self._ring) - 1) :]
         if len(ids) <= GRAM:
             return
         tokens = np.asarray(ids, np.int64)
@@ -90,15 +90,15 @@ class Texts:
         not even `GRAM` tokens agree.
         """
         best: Match | None = None
-        for place in self._places(suffix[-GRAM:]):
-            before = self._ring[max(0, place - len(suffix)) : place].tolist()
+        for position in self._positions(suffix[-GRAM:]):
+            before = self._ring[max(0, position - len(suffix)) : position].tolist()
             length = 0
             for theirs, ours in zip(reversed(before), reversed(suffix), strict=False):
                 if theirs != ours + 1:
                     break
                 length += 1
             if length >= GRAM and (best is None or length > best.length):
-                best = Match(place, length)
+                best = Match(position, length)
         return best
 
     def continuation(self, match: Match, length: int) -> list[int]:
@@ -106,36 +106,36 @@ class Texts:
         tokens: list[int] = (self._ring[match.position : match.position + length] - 1).tolist()
         return tokens[: tokens.index(-1)] if -1 in tokens else tokens
 
-    def _known(self, ids: Sequence[int]) -> int:
+    def _remembered(self, ids: Sequence[int]) -> int:
         """Return how many tokens from the beginning of a text need not be entered.
 
         Conversations come back with every turn, one token longer than the last answer.
         """
         known = GRAM
         while True:
-            places = self._places(ids[known - GRAM : known])
-            going_on = [self._agreement(place, ids[known:]) for place in places]
-            if max(going_on, default=0) < KNOWN:
+            positions = self._positions(ids[known - GRAM : known])
+            agreements = [self._agreement(position, ids[known:]) for position in positions]
+            if max(agreements, default=0) < KNOWN:
                 return max(0, known - AGREED) if known > GRAM else 0
-            known += max(going_on)
+            known += max(agreements)
 
-    def _agreement(self, place: int, ids: Sequence[int]) -> int:
-        """Return with how many of `ids` the text at `place` goes on."""
-        theirs = self._ring[place : place + len(ids)]
+    def _agreement(self, position: int, ids: Sequence[int]) -> int:
+        """Return with how many of `ids` the text at `position` goes on."""
+        theirs = self._ring[position : position + len(ids)]
         differ = np.flatnonzero(theirs != np.asarray(ids[: len(theirs)], np.int64) + 1)
         return int(differ[0]) if len(differ) else len(theirs)
 
-    def _places(self, gram: Sequence[int]) -> list[int]:
-        places = list[int]()
+    def _positions(self, gram: Sequence[int]) -> list[int]:
+        positions = list[int]()
         if len(gram) == GRAM:
             total = 0  # as in `_slots`, without the arrays: every step looks up a few
             for token in gram:
                 total = (total + token) * FACTOR & MASK
-            place = int(self._newest[total >> (64 - self._bits)])
-            while place and len(places) < SCAN:
-                places.append(place - 1)
-                place = int(self._older[place - 1])
-        return places
+            position = int(self._newest[total >> (64 - self._bits)])
+            while position and len(positions) < SCAN:
+                positions.append(position - 1)
+                position = int(self._older[position - 1])
+        return positions
 
     def _slots(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         count, sums = len(tokens) - GRAM + 1, np.zeros(len(tokens) - GRAM + 1, np.uint64)

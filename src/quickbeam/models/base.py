@@ -96,7 +96,26 @@ class Draft(NamedTuple):
         return self.rows
 
 
-Part = Chain | Draft
+class Block(NamedTuple):
+    """`rows` rows behind a sequence's committed tokens, which see these, and one another.
+
+    They are at the positions that follow, and are no tokens. In a layer that is not
+    `bidirectional`, a row sees of the others only those before it.
+    """
+
+    cache: SequenceCache
+    rows: int
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return [0] * self.rows
+
+    @property
+    def wanted(self) -> int:
+        return 0
+
+
+Part = Chain | Draft | Block
 
 
 @dataclass

@@ -343,6 +343,41 @@ class BlockConv:
 
 
 @dataclass(frozen=True)
+class Fusion:
+    """One vector of the hidden states of several of a target's layers, `[layers * width]`.
+
+    Each state is normed (`norms`), then all together (`norm`); `linear` makes the vector, which is
+    normed too (`after`). Any of these norms may be missing.
+    """
+
+    linear: Linear
+    width: int
+    norms: tuple[Norm, ...] = ()
+    norm: Norm | None = None
+    after: Norm | None = None
+
+
+@dataclass(frozen=True)
+class HiddenInput:
+    """What a drafter's rows read: a hidden state of `width` numbers, and a token.
+
+    Token and state stand side by side, each behind its norm; with `state_first` the state comes
+    first. The residual stream is what `join` makes of both. Without `join`, the first layer's
+    attention reads both, and the stream is the state, behind its norm with `norm_residual`, plus
+    what `lift` makes of the normed token. Without `reads_tokens`, the stream is the state alone.
+    """
+
+    width: int
+    reads_tokens: bool = True
+    token_norm: Norm | None = None
+    state_norm: Norm | None = None
+    state_first: bool = False
+    join: Linear | None = None
+    norm_residual: bool = False
+    lift: Linear | None = None
+
+
+@dataclass(frozen=True)
 class Layer:
     """Attention and feed-forward, each added to the residual stream times `residual`.
 
@@ -368,6 +403,9 @@ class Layer:
     convs: tuple[BlockConv, BlockConv] | None = None
 
 
+NO_HEAD = Linear(())  # of drafters that score tokens by another model's head, or outside of passes
+
+
 @dataclass(frozen=True)
 class Stack:
     """A causal language model.
@@ -375,8 +413,11 @@ class Stack:
     `embedding`: `[vocab, d]`, times `scale`, behind which comes `embedding_norm`. `positions`:
     `[positions, d]`, learned, added; None for none. `first_position`: its row that is the first
     token's. `inside`: the name of the list of layers.
-    `head`: `[vocab, d]`; logits are its results times `head_scale`, bent to stay below `softcap`.
-    `unread`: tensors that checkpoints may hold and no pass reads.
+    `head`: `[vocab, d]`, or `NO_HEAD`; logits are its results times `head_scale`, soft-capped by
+    `softcap`. `unread`: tensors that checkpoints may hold and no pass reads.
+
+    Of a drafter, `hidden_input` is what rows read besides tokens, and `fusion` makes it of a
+    target's hidden states.
     """
 
     embedding: Name
@@ -392,6 +433,8 @@ class Stack:
     softcap: float | None = None
     per_layer: PerLayerInputs | None = None
     unread: tuple[str, ...] = ()
+    hidden_input: HiddenInput | None = None
+    fusion: Fusion | None = None
 
     @property
     def attentions(self) -> list[Attention]:

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_model import BlockNetwork
+from quickbeam.drafters.network import LayerInputs
+from quickbeam.models.torch.network import LayerStack
 from quickbeam.models.torch.pages import to_device
 from quickbeam.train.shards import Shards, collate
 from quickbeam.train.target import FrozenTarget, TrainingBatch, autocast
@@ -77,23 +79,30 @@ def visible_context(anchors: torch.Tensor, n: int) -> torch.Tensor:
 
 
 class BlockAttention:
-    """The attention of the blocks at `anchors` `[b, a]`, which `BlockNetwork` calls in each layer.
+    """The attention of the blocks at `anchors` `[b, a]`, which is called in each layer.
 
-    `fused`: `[b, n, d]`, the vectors of the context.
+    `layers`: of the network. `fused`: `[b, n, d]`, the vectors of the context.
 
     Blocks of a conversation share the keys of its context. So scores with the context are one
     product for all blocks, and scores within the blocks another.
     """
 
-    def __init__(self, network: BlockNetwork, fused: torch.Tensor, anchors: torch.Tensor) -> None:
-        config = network.config
-        self._network = network
+    def __init__(
+        self,
+        config: BlockConfig,
+        layers: LayerStack,
+        fused: torch.Tensor,
+        anchors: torch.Tensor,
+    ) -> None:
+        self._config = config
+        self._blocks: Any = layers.blocks
         self._fused = fused
         self._anchors = anchors
         self._group = config.heads // config.kv_heads  # query heads of a key head
         self._positions = torch.arange(fused.shape[1], device=fused.device)
         self._offsets = torch.arange(config.block_size, device=fused.device)
         self._hidden_context = ~visible_context(anchors, fused.shape[1])
+        self._angles = layers.angles_at(self._positions.repeat(len(fused)))
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -106,8 +115,8 @@ class BlockAttention:
         n = len(self._positions)
         k = len(self._offsets)
         heads, size = key.shape[1:]
-        positions = self._positions.repeat(b)
-        context = self._network.key_value(layer, self._fused.flatten(0, 1), positions)
+        attention = self._blocks[layer].attention
+        context = attention.key_value(self._fused.flatten(0, 1), self._angles)
         context_key, context_value = (x.view(b, n, heads, size).transpose(1, 2) for x in context)
         block_key = key.view(b, a, k, heads, size).permute(0, 3, 1, 2, 4)
         block_value = value.view(b, a, k, heads, size).permute(0, 3, 1, 2, 4)
@@ -127,14 +136,15 @@ class BlockAttention:
         out = weights[..., :n].flatten(2, 3) @ context_value.to(block_value.dtype)
         out = out.view_as(rows) + weights[..., n:] @ block_value
         out = out.view(b, heads, a, k, self._group, size)
-        return out.permute(0, 2, 3, 1, 4, 5).reshape(len(query), -1)
+        attended: torch.Tensor = out.permute(0, 2, 3, 1, 4, 5).reshape(len(query), -1)
+        return attended
 
     def _hidden(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the rows of a layer don't see of the context and of their own block.
 
         Both are bool and fit the scores: `[b, 1, a, 1 or k * group, n]` and `[k * group, k]`.
         """
-        window, causal = self._network.config.attention(layer)
+        window, causal = self._config.attention(layer)
         distance = self._offsets[:, None] - self._offsets
         hidden_block = (distance < 0) & causal
         hidden_context = self._hidden_context[:, None, :, None]
@@ -266,16 +276,20 @@ def draft(
 
     `anchors` and `indices` are those of `Blocks.inputs`.
     """
-    context_size = len(network.config.taps) * network.config.target_size
-    fused = network.fuse(batch.hidden[..., :context_size].float())
-    conversations = torch.arange(len(anchors), device=anchors.device)[:, None]
-    tokens = batch.tokens[conversations, anchors]
-    attention = BlockAttention(network, fused, anchors)
-    rows = network(tokens.flatten(), anchors.flatten(), attention)
+    config, layers = network.config, network.layers_in_torch()
+    context_size = len(config.aux_layers) * config.target_size
+    fused = layers.fuse(batch.hidden[..., :context_size].float())
+    offsets = torch.arange(config.block_size, device=anchors.device)
+    positions = anchors.flatten()[:, None] + offsets
+    attention = BlockAttention(config, layers, fused, anchors)
+    inputs = LayerInputs(layers.angles_at(positions.flatten()), attention)
+    tokens = batch.tokens.gather(1, anchors)
+    stream = layers.drafter_stream(None, network.inputs(tokens.flatten()), inputs)
+    rows = layers.norm(stream).unflatten(0, (*anchors.shape, config.block_size))
     conversation, block, position = indices
     previous = anchors[conversation, block] + position
     return BlockOutputs(
-        rows.unflatten(0, anchors.shape)[conversation, block, position],
+        rows[conversation, block, position],
         batch.hidden[conversation, previous, context_size:],
         batch.tokens[conversation, previous],
         position,
@@ -312,9 +326,10 @@ def block_loss(
     x = drafted.hidden.float()
     token_bias = head.new_zeros(len(tokens), 0)
     if network.config.markov_rank:
-        previous_rows = network.markov_head["markov_w1"](drafted.previous)
+        first, second = network.markov()
+        previous_rows = F.embedding(drafted.previous, first)
         x = torch.cat([x, previous_rows.float()], -1)
-        token_bias = network.markov_head["markov_w2"].get_parameter("weight")[tokens]
+        token_bias = second[tokens]
     entropy_weight = max(ENTROPY_WEIGHT, 1 - (1 - ENTROPY_WEIGHT) * done / ENTROPY_SHARE)
     loss: torch.Tensor
     loss, distance = SlicedBlockLoss.apply(
@@ -351,25 +366,25 @@ def new_network(config: BlockConfig, target: FrozenTarget, seed: int) -> BlockNe
         if weight.dim() == 2:
             small = name.endswith(("o_proj.weight", "down_proj.weight"))
             weight.normal_(0, 0.01 if small else 0.02, generator=generator)
-    last_hidden = network.fc.weight[:, -config.target_size :]
+    last_hidden = network["fc"].weight[:, -config.target_size :]
     last_hidden.add_(torch.eye(config.hidden_size, config.target_size))
-    for layer, source in zip(network.layers, target.layers[-config.depth :], strict=False):
+    for layer, source in zip(network["layers"], target.layers[-config.depth :], strict=False):
         source_weights = dict(source.named_parameters())
         for name, weight in layer.named_parameters():
             if name in source_weights and source_weights[name].shape == weight.shape:
                 weight.copy_(source_weights[name])
     for name in ("v_proj", "o_proj"):
-        weight = network.layers[0].get_parameter(f"self_attn.{name}.weight")
+        weight = network["layers"][0].get_parameter(f"self_attn.{name}.weight")
         weight.copy_(torch.eye(*weight.shape))
     if target.norm is not None:
-        network.norm.get_parameter("weight").copy_(target.norm)
+        network["norm"].get_parameter("weight").copy_(target.norm)
     if config.markov_rank:
-        previous_rows = network.markov_head["markov_w1"].get_parameter("weight")
-        previous_rows.normal_(0, 1, generator=generator)
-        network.markov_head["markov_w2"].get_parameter("weight").zero_()
+        first, second = network.markov()
+        first.normal_(0, 1, generator=generator)
+        second.zero_()
     if config.confidence:
-        for weight in network.confidence_head.parameters():
-            weight.zero_()
+        for parameter in network.confidence_weights():
+            parameter.zero_()
     return network
 
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 
 from quickbeam import hub
-from quickbeam.drafters.block_files import is_block
-from quickbeam.drafters.checkpoints import load_eagle
+from quickbeam.drafters.eagle_files import load_eagle
 from quickbeam.drafters.folder import TargetParts
+from quickbeam.drafters.layouts import BLOCK, is_kind
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router
 from quickbeam.drafters.shortlist.shortlist import Artefact
@@ -75,7 +75,7 @@ class ShortlistTraining:
         self.plan = plan
         self.seed = seed
         self.shards = Shards(out / "text")
-        if is_block(out):
+        if is_kind(out, BLOCK):
             raise InvalidInput(
                 f"{out} holds a block drafter: clusters and routers are for feature drafters "
                 "(EAGLE), and its list of frequent tokens was written when it was trained"

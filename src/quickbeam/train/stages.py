@@ -16,8 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from quickbeam.drafters.block_config import BlockConfig
-from quickbeam.drafters.block_files import is_block, load_block
+from quickbeam.drafters.block_files import load_block
 from quickbeam.drafters.folder import TargetParts, embed_scale
+from quickbeam.drafters.layouts import BLOCK, is_kind
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
@@ -109,6 +110,15 @@ class TextStage:
         return [int(token) for token in self._tokenizer.apply_chat_template(turns, **how)]
 
 
+def aux_layers(count: int) -> tuple[int, ...]:
+    """Return which hidden states a drafter reads of a model of `count` layers.
+
+    DFlash's rule for three layers is round(1 + i (L - 4) / 2), counted from 0.
+    """
+    layers = {min(count, 2 + round(i * max(0, count - 4) / 2)) for i in range(3)}
+    return tuple(sorted(layers))
+
+
 def block_config(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> BlockConfig:
     """Return the shape of a block drafter for a model: layers as wide as the model's own.
 
@@ -129,8 +139,7 @@ def block_config(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> Bloc
         kv_heads=heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         depth=recipe.depth,
-        # DFlash's rule: round(1 + i (L - 4) / 2) for three, and one further, as outputs
-        taps=tuple(sorted({min(count, 2 + round(i * max(0, count - 4) / 2)) for i in range(3)})),
+        aux_layers=aux_layers(count),
         target_size=config.hidden_size,
         vocab_size=vocab,
         block_size=recipe.block,
@@ -155,10 +164,10 @@ class BlockStage:
         model, tokenizer = load_target(plan.model, pick_device(None))
         config = block_config(model, tokenizer, plan.recipe)
         count = model.config.get_text_config().num_hidden_layers
-        self.target = FrozenTarget(model, (*config.taps, count + 1))
+        self.target = FrozenTarget(model, (*config.aux_layers, count + 1))
         network = new_network(config, self.target, plan.recipe.seed)
         if plan.start is not None:
-            if not is_block(plan.start):
+            if not is_kind(plan.start, BLOCK):
                 raise InvalidInput(f"--start {plan.start}: must be the folder of a block drafter")
             parts = count, config.target_size, config.vocab_size, self.target.embedding
             network = load_block(plan.start, TargetParts(*parts, torch.nn.Identity()))

@@ -18,7 +18,7 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK, plain_rows
-from quickbeam.models.native.program import Buffer, Program
+from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8, Packer
 
 EPS = 1e-6
@@ -64,29 +64,38 @@ def normed(hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
 
 
 class NativeRouter:
-    """A router in the native kernels: the packed weights of a `Router`.
+    """A router in the native kernels: the packed weights of a `Router`. It is called as that.
 
-    `clusters`: how many clusters it scores. `name`: as of `NativeHead`.
+    `name`: as of `NativeHead`.
     """
 
     def __init__(self, router: Router, kernels: Kernels, name: str | None = None) -> None:
-        self.config, self.clusters = router.config, router.config.clusters
-        odd = self.config.width % 2  # an odd width is padded with one unit that stays 0
-        up = F.pad(router.up.weight.detach(), (0, 0, 0, odd))
-        down = F.pad(router.down.weight.detach(), (0, odd))
+        config = router.config
+        self._clusters, program = config.clusters, Program(kernels)
+        odd = config.width % 2  # an odd width is padded with one unit that stays 0
+        up_weight = F.pad(router.up.weight.detach(), (0, 0, 0, odd))
+        down_weight = F.pad(router.down.weight.detach(), (0, odd))
         bias = F.pad(router.up.bias.detach(), (0, odd))
-        self._up = Packer(kernels, name or rows_format(up)).pack([up], bias)
-        self._down = Packer(kernels, name or rows_format(down)).pack([down], router.down.bias)
-
-    def add(self, program: Program, hidden: Buffer, embedded: Buffer, target: Buffer) -> None:
-        """Add the router's operations on the wanted rows to `program`; `target` gets the scores."""
-        config = self.config
+        up = Packer(kernels, name or rows_format(up_weight)).pack([up_weight], bias)
+        packer = Packer(kernels, name or rows_format(down_weight))
+        down = packer.pack([down_weight], router.down.bias)
+        hidden = program.given("hidden", config.hidden_size, True)
+        embedded = program.given("embedded", config.embed_size, True)
         both = program.buffer(config.hidden_size + config.embed_size)
-        middle = program.buffer(self._up.outputs)
-        program.norm(hidden, both, None, EPS, gather=True)
-        program.norm(embedded, both, None, EPS, column=config.hidden_size, gather=True)
-        program.linear(self._up, both, middle, library.ACTIVATE, gathered=True)
-        program.linear(self._down, middle, target, gathered=True)
+        middle = program.buffer(up.outputs)
+        program.norm(hidden, both, None, EPS)
+        program.norm(embedded, both, None, EPS, column=config.hidden_size)
+        program.linear(up, both, middle, library.ACTIVATE)
+        program.linear(down, middle, program.given("scores", config.clusters, True))
+        self._program = program
+
+    def __call__(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Return the scores `[n, clusters]` float32. See `Router.forward`."""
+        scores = torch.empty(len(hidden), self._clusters)
+        rows = {"hidden": hidden, "embedded": embedded}
+        given = {name: part.float().contiguous() for name, part in rows.items()}
+        self._program.run(plain_rows(len(hidden)), given | {"scores": scores})
+        return scores
 
 
 def rows_format(weight: torch.Tensor) -> str:

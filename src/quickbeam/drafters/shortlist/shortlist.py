@@ -105,7 +105,7 @@ class Shortlist:
     - `router`: chooses the `chosen` clusters of a call. Without one no cluster is scored.
     - `window`: the most tokens of the context that are scored; None: none are.
 
-    A drafter runs `router` or `native_router` in each call, gives its scores to `choose`, and has
+    A drafter runs `route`, the router, in each call, gives its scores to `choose`, and has
     `ShortlistState.score` compute logits. Nothing here looks at what is drawn later, so the
     shortlist is known before any token is drawn from it.
     """
@@ -121,7 +121,8 @@ class Shortlist:
     ) -> None:
         self.layout, self._window = layout, window
         self.chosen, self.weight = min(chosen, layout.clusters), weight.detach()
-        self.router = self.native_router = self.native = None
+        self.route: Router | NativeRouter | None = None
+        self.native = None
         self._kernels = head_kernels(weight)
         if self._kernels is not None:
             self._format = rows_format(weight)
@@ -129,10 +130,10 @@ class Shortlist:
         self.fused = (
             None if self.native is not None else _fused_for(self.weight, layout, self.chosen)
         )
-        if router is not None:
-            self.router = copy.deepcopy(router).to(weight.device, weight.dtype)
-            if self._kernels is not None:
-                self.native_router = NativeRouter(router, self._kernels)
+        if router is not None and self._kernels is not None:
+            self.route = NativeRouter(router, self._kernels)
+        elif router is not None:
+            self.route = copy.deepcopy(router).to(weight.device, weight.dtype)
         self.none = torch.empty(0, dtype=torch.int64, device=weight.device)
         # the frequent tokens alone, for several sequences
         alone = router is None and layout.frequent > 0

@@ -18,6 +18,7 @@ from torch import nn
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.compile.compiler import SmallParameters, StackCompiler
 from quickbeam.models.compile.experts import add_per_layer_inputs
+from quickbeam.models.compile.hidden_input import add_hidden_input
 from quickbeam.models.compile.layer import add_layer
 from quickbeam.models.memory import room_for_weights
 from quickbeam.models.native import library
@@ -127,12 +128,14 @@ class CompiledStack:
         # are not finite; None where they are not known
         self.best: list[int] | None = None
         self._linear_head: NativeLinear | None = None  # made when it is asked for
-        self._embedded = parameters.mapped(stack.embedding)
-        if isinstance(self._embedded, torch.Tensor) and stack.scale == 1:
-            kind: Any = nn.Embedding
-            self.embedding: nn.Module = kind.from_pretrained(self._embedded)
-        else:
+        self._embedded: Any = None
+        self.embedding: nn.Module = nn.Identity()
+        if stack.embedding:
+            self._embedded = parameters.mapped(stack.embedding)
             self.embedding = ScaledEmbedding(self._kernels, self._embedded, stack.scale)
+            if isinstance(self._embedded, torch.Tensor) and stack.scale == 1:
+                kind: Any = nn.Embedding
+                self.embedding = kind.from_pretrained(self._embedded)
         name = weights_format(name, pages.dtype)
         self._packed = PackedWeights(parameters, stack, pages.kernels, name)
         self.disk: WeightsOnDisk | None = None
@@ -162,8 +165,8 @@ class CompiledStack:
 
     def _place(self, kept: WeightFile | None, name: str) -> None:
         """Make the first program, for which the weights are packed unless they are already."""
-        self._head = self._packed(self.stack.head)
-        self.vocab = self._head.outputs
+        self._head: Any = self._packed(self.stack.head) if self.stack.head.weights else None
+        self.vocab = 0 if self._head is None else self._head.outputs
         stage = "packing weights" if name in WHOLE else f"quantising to {name}"
         self._program = self._make(kept, stage)
         self._parameters.release(self.stack.inside, None)
@@ -183,16 +186,25 @@ class CompiledStack:
 
     # --- the program ---
 
+    def _new_compiler(self) -> StackCompiler:
+        return StackCompiler(
+            Program(self._kernels),
+            self.stack,
+            self._packed,
+            self._small_parameters,
+            self._pages,
+            self._angles,
+            self._width,
+        )
+
     def _make(self, kept: WeightFile | None = None, stage: str = "") -> Program:
         """Return a program. `kept.progress` gets `stage` and how far it is."""
         stack, parameters, width = self.stack, self._parameters, self._width
-        program = Program(self._kernels)
-        self._compiler = c = StackCompiler(
-            program, stack, self._packed, self._small_parameters, self._pages, self._angles, width
-        )
+        self._compiler = c = self._new_compiler()
+        program = c.program
         last = len(stack.layers) + 1
         hidden = program.given("hidden", len(self.watched) * width, self._float32)
-        self._embed(program, c.x)
+        first_source = self._add_input(c)
         if stack.embedding_norm is not None:
             c.norm(stack.embedding_norm, c.x, c.x)
         if stack.positions is not None:
@@ -203,7 +215,7 @@ class CompiledStack:
         for i, layer in enumerate(stack.layers):
             if kept is not None:
                 kept.progress(stage, i / len(stack.layers))
-            add_layer(c, layer, i)
+            add_layer(c, layer, i, first_source if i == 0 else None)
             parameters.release(stack.inside, i)
             for k, watched in enumerate(self.watched):
                 if watched == i + 1:
@@ -211,18 +223,45 @@ class CompiledStack:
         for k, watched in enumerate(self.watched):
             if watched == last:
                 c.norm(stack.norm, c.x, hidden, column=k * width)
-        c.norm(stack.norm, c.x, c.normed, gather=True)
-        self._project(program, c.normed)
+        if self._head is not None:
+            c.norm(stack.norm, c.x, c.normed, gather=True)
+            self._project(program, c.normed)
         if c.recurrences:  # how a state follows from another
             self._pages.recurrences = (Recurrence * len(c.recurrences))(*c.recurrences)
         return program
 
     @property
     def _width(self) -> int:
+        hidden_input = self.stack.hidden_input
+        if hidden_input is None:
+            return self._embedding_width
+        return (
+            hidden_input.width
+            if hidden_input.join is None
+            else self._packed(hidden_input.join).outputs
+        )
+
+    @property
+    def _embedding_width(self) -> int:
         return int(self._parameters.shape(self.stack.embedding)[1])
 
-    def _embed(self, program: Program, target: Buffer) -> None:
-        program.embed(self._embedded, target, scale=self.stack.scale)
+    def _add_input(self, c: StackCompiler) -> Buffer | None:
+        """Add the residual stream before the first layer.
+
+        Returns the buffer that the first attention reads, None where that is the normed stream.
+        """
+        hidden_input = self.stack.hidden_input
+        token: Buffer | None = c.x
+        if hidden_input is not None:
+            token = None
+            if hidden_input.reads_tokens:
+                token = c.buffer("token", self._embedding_width, True)
+        if token is not None:
+            c.program.embed(self._embedded, token, scale=self.stack.scale)
+        if hidden_input is None:
+            return None
+        states = c.program.given("states", hidden_input.width, True)
+        return add_hidden_input(c, hidden_input, token, states)
 
     def _project(self, program: Program, source: Buffer) -> None:
         logits, best = program.given("logits", self.vocab, True), program.given("best", 1)
@@ -243,23 +282,29 @@ class CompiledStack:
         """Return empty tensors for what a pass gives."""
         wanted, columns = len(rows.wanted), len(self.watched) * self._width
         dtype = torch.float32 if self._float32 else torch.bfloat16
-        return {
-            "logits": torch.empty(wanted, self.vocab),
-            "best": torch.empty(wanted, dtype=torch.int64),
-            "hidden": torch.empty(len(rows), columns, dtype=dtype),
-        }
+        results = {"hidden": torch.empty(len(rows), columns, dtype=dtype)}
+        if self._head is not None:
+            results["logits"] = torch.empty(wanted, self.vocab)
+            results["best"] = torch.empty(wanted, dtype=torch.int64)
+        return results
 
-    def __call__(self, rows: RowList) -> torch.Tensor:
-        """Run a pass, and return the logits `[wanted, vocab]` float32. Sets `hidden` and `best`."""
+    def __call__(self, rows: RowList, states: torch.Tensor | None = None) -> torch.Tensor:
+        """Run a pass, and return the logits `[wanted, vocab]` float32; nothing without a head.
+
+        `states`: what a drafter's rows read besides tokens, `[rows, width]` float32. Sets `hidden`
+        and `best`.
+        """
         given, program = self._results(rows), self._program
+        if states is not None:
+            given["states"] = states
         angles = self._angles.up_to(max(rows.positions))
         if self.disk is None:
             program.run(rows, given, angles)
-            self.best = given["best"].tolist()
+            self.best = given["best"].tolist() if "best" in given else None
         else:
             self.disk.run(program, rows, given, angles)
         self.hidden = given["hidden"]
-        return given["logits"]
+        return given.get("logits", self.hidden[:0])
 
     @property
     def stored(self) -> set[str]:

@@ -15,9 +15,12 @@ from quickbeam.models.native.program import Buffer
 from quickbeam.models.stack import Attention, Experts, Latent, Layer, Linear, Norm
 
 
-def add_layer(c: StackCompiler, layer: Layer, i: int) -> None:
-    """Add layer `i`, which reads the residual stream and adds to it."""
-    _mix(c, layer, i)
+def add_layer(c: StackCompiler, layer: Layer, i: int, source: Buffer | None = None) -> None:
+    """Add layer `i`, which reads the residual stream and adds to it.
+
+    `source`: what its attention reads in place of the normed stream.
+    """
+    _mix(c, layer, i, source)
     _feed(c, layer)
     if layer.per_layer is not None:
         add_per_layer_input(c, layer.per_layer, i)
@@ -25,17 +28,19 @@ def add_layer(c: StackCompiler, layer: Layer, i: int) -> None:
         c.program.copy(c.x, c.x, scale=float(c.parameters(layer.scalar)))
 
 
-def _mix(c: StackCompiler, layer: Layer, i: int) -> None:
+def _mix(c: StackCompiler, layer: Layer, i: int, source: Buffer | None) -> None:
     """Add what mixes tokens, and what reads the residual stream before it is added."""
     attention, recurrent, after = layer.attention, layer.recurrent, layer.attention_after
     if attention is None and recurrent is None:
         return
-    c.norm(layer.attention_before, c.x, c.normed)
+    if source is None:
+        source = c.normed
+        c.norm(layer.attention_before, c.x, source)
     if layer.parallel and layer.feed_forward_before is not None:
         c.norm(layer.feed_forward_before, c.x, c.beside)
     if attention is not None:
         conv = None if layer.convs is None else layer.convs[0]
-        attended = _attend(c, attention, i, c.convolved(conv, c.normed))
+        attended = _attend(c, attention, i, c.convolved(conv, source))
         c.add(attention.out, attended, after, layer.residual * attention.factor, conv)
     if recurrent is not None:
         c.add(recurrent.out, add_recurrent(c, recurrent), after, layer.residual * recurrent.factor)
@@ -43,16 +48,10 @@ def _mix(c: StackCompiler, layer: Layer, i: int) -> None:
 
 def _attend(c: StackCompiler, of: Attention, i: int, source: Buffer) -> Buffer:
     """Add a layer's attention to a source up to its last product, and return what that reads."""
+    qkv, query = add_queries_and_keys(c, of, i, source)
     i = i if of.source is None else of.source
     shape, offset = c.pages.shapes[i], c.pages.offsets[i]
-    qkv = c.buffer("qkv", c.packed(of.qkv).outputs, True)
-    query = c.buffer("query", of.heads * of.head_dim)
     attended = c.buffer("attended", of.heads * of.value_dim)
-    c.product(of.qkv, source, qkv)
-    if of.latent is not None:
-        _latent(c, of, of.latent, qkv, query, shape, offset)
-    else:
-        _heads(c, of, qkv, query, shape, offset)
     scores = of.scaling, of.window, of.softcap
     sinks = None if of.sinks is None else c.parameters(of.sinks)
     c.program.attend(query, attended, of.heads, shape, offset, *scores, sinks, of.bidirectional)
@@ -61,6 +60,25 @@ def _attend(c: StackCompiler, of: Attention, i: int, source: Buffer) -> Buffer:
         how: dict[str, Any] = {"gates_of": at, "activation": "sigmoid", "one": of.one_gate}
         c.program.gate(attended, qkv, attended, of.heads, dim, **how)
     return attended
+
+
+def add_queries_and_keys(
+    c: StackCompiler, of: Attention, i: int, source: Buffer
+) -> tuple[Buffer, Buffer]:
+    """Add the queries of layer `i`, and its keys and values, which go to their pages.
+
+    Returns the buffers of what its first product gives, and of the queries.
+    """
+    i = i if of.source is None else of.source
+    shape, offset = c.pages.shapes[i], c.pages.offsets[i]
+    qkv = c.buffer("qkv", c.packed(of.qkv).outputs, True)
+    query = c.buffer("query", of.heads * of.head_dim)
+    c.product(of.qkv, source, qkv)
+    if of.latent is not None:
+        _latent(c, of, of.latent, qkv, query, shape, offset)
+    else:
+        _heads(c, of, qkv, query, shape, offset)
+    return qkv, query
 
 
 def _heads(

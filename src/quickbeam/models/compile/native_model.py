@@ -16,6 +16,7 @@ from quickbeam.models.base import (
     CHUNK,
     STREAMED_CHUNK,
     Batch,
+    Block,
     Draft,
     Model,
     Passed,
@@ -67,6 +68,8 @@ def list_rows(batch: Batch) -> RowList:
         assert isinstance(part.cache, PagedStore)
         if isinstance(part, Draft):
             part.cache.add_tree(listed, part.tree, part.base)
+        elif isinstance(part, Block):
+            part.cache.add_block(listed, part.rows)
         else:
             part.cache.add_chain(listed, part.tokens, range(part.rows - part.wanted, part.rows))
     return listed

@@ -119,6 +119,17 @@ class PagedStore(SequenceCache):
             0 if self._states is None else self._states.chain(start, n),
         )
 
+    def add_block(self, rows: RowList, count: int) -> None:
+        """Add `count` rows behind the committed tokens that may see one another. Raises `NoRoom`.
+
+        Where a layer is bidirectional, each sees all of them.
+        """
+        start = self.length
+        self.reserve(start + count)
+        positions = range(start, start + count)
+        seen = range(start + 1, start + count + 1)
+        rows.add(self.table, [0] * count, positions, positions, seen, [()] * count, ())
+
     def add_tree(self, rows: RowList, tree: TokenTree, base: int = 0) -> None:
         """Add rows of a draft tree's nodes from `base` on, all with logits.
 

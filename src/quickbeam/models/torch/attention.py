@@ -44,6 +44,23 @@ class PassInputs(NamedTuple):
     angles: Mapping[Rotary, Angles]
     attend: Callable[..., torch.Tensor]
 
+    def write(self, params: AttentionParams, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the rows' keys and values of a layer to the pool."""
+        write(self.pool, self.rows, params.index, key, value)
+
+    def attention(
+        self,
+        params: AttentionParams,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Write keys and values `[n, kv_heads, dim]`, if there are any, and let queries read."""
+        if key is not None and value is not None:
+            self.write(params, key, value)
+        return self.attend(self.pool, self.rows, params, query, sinks)
+
 
 def apply_rotary(x: torch.Tensor, angles: Angles, interleaved: bool) -> torch.Tensor:
     """Rotate the first dimensions of each head of `x` `[n, heads, head_dim]` by `angles`.
@@ -109,26 +126,41 @@ class AttentionLayer(nn.Module):
         source = index if attention.source is None else attention.source
         self.sinks = reader.optional_vector(attention.sinks)
         self.params = AttentionParams(
-            source, attention.scaling, attention.window, attention.softcap
+            source,
+            attention.scaling,
+            attention.window,
+            attention.softcap,
+            causal=not attention.bidirectional,
         )
 
-    def forward(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
-        attention, rows, pool = self.attention, inputs.rows, inputs.pool
-        projected = self.qkv(x)
-        query, key, value = (self._heads if self.latent is None else self.latent)(projected)
-        query = self._position(query, self.query_norm, inputs)
+    def forward(self, x: torch.Tensor, inputs: Any) -> torch.Tensor:
+        """`inputs`: `PassInputs`, or others with the same `angles`, `rows` and `attention`."""
+        attention, projected = self.attention, self.qkv(x)
+        query, key, value = self._apart(projected)
+        query = self._position(query, self.query_norm, inputs.angles)
         if attention.query_scale is not None:
-            query = query * query_factors(attention.query_scale, rows.positions)[:, None, None]
+            factors = query_factors(attention.query_scale, inputs.rows.positions)
+            query = query * factors[:, None, None]
         if key is not None:
-            key = self._position(key, self.key_norm, inputs)
-            write(pool, rows, self.params.index, key, self.value_norm(value))
-        mixed = inputs.attend(pool, rows, self.params, query, self.sinks)
+            key = self._position(key, self.key_norm, inputs.angles)
+            value = self.value_norm(value)
+        mixed = inputs.attention(self.params, query, key, value, self.sinks)
         if attention.gated:
             gates = attention.heads if attention.one_gate else attention.heads * attention.head_dim
             gate = projected[:, -gates:].sigmoid()
             mixed = mixed * gate.repeat_interleave(mixed.shape[-1] // gates, -1)
         result: torch.Tensor = self.out(mixed) * attention.factor
         return result
+
+    def key_value(
+        self, x: torch.Tensor, angles: Mapping[Rotary, Angles]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys, rotated, and values of what attention reads: `[n, kv_heads, dim]` each."""
+        _, key, value = self._apart(self.qkv(x))
+        return self._position(key, self.key_norm, angles), self.value_norm(value)
+
+    def _apart(self, projected: torch.Tensor) -> tuple[torch.Tensor, Any, Any]:
+        return (self._heads if self.latent is None else self.latent)(projected)
 
     def _heads(self, projected: torch.Tensor) -> tuple[torch.Tensor, Any, Any]:
         """Return queries, keys and values, `[n, heads, head_dim]`; None for another layer's."""
@@ -143,7 +175,9 @@ class AttentionLayer(nn.Module):
         value = torch.unflatten(projected[:, first_value : first_value + keys], -1, (-1, head_dim))
         return query, key, value
 
-    def _position(self, x: torch.Tensor, norm: nn.Module, inputs: PassInputs) -> torch.Tensor:
+    def _position(
+        self, x: torch.Tensor, norm: nn.Module, angles: Mapping[Rotary, Angles]
+    ) -> torch.Tensor:
         """Return queries or keys `[n, heads, head_dim]` normed and rotated."""
         attention = self.attention
         if attention.norm_all:
@@ -151,7 +185,7 @@ class AttentionLayer(nn.Module):
         elif not attention.norm_last:
             x = norm(x)
         if attention.rotary is not None:
-            x = apply_rotary(x, inputs.angles[attention.rotary], attention.rotary.interleaved)
+            x = apply_rotary(x, angles[attention.rotary], attention.rotary.interleaved)
         if attention.norm_last and not attention.norm_all:
             x = norm(x)
         return x

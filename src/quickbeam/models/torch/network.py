@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from quickbeam.models.rotary import angles_of
-from quickbeam.models.stack import Experts, Layer, PerLayerInput, PerLayerInputs, Stack
-from quickbeam.models.torch.attention import AttentionLayer, PassInputs, attention_on
+from quickbeam.models.stack import (
+    BlockConv,
+    Experts,
+    Fusion,
+    HiddenInput,
+    Layer,
+    PerLayerInput,
+    PerLayerInputs,
+    Rotary,
+    Stack,
+)
+from quickbeam.models.torch.attention import Angles, AttentionLayer, PassInputs, attention_on
 from quickbeam.models.torch.feed_forward import (
     ExpertsLayer,
     FeedForwardLayer,
@@ -77,6 +87,87 @@ class PerLayerInputLayer(nn.Module):
         return added
 
 
+class Convolutions(nn.Module):
+    """The convolutions around a sublayer (`stack.BlockConv`), of rows `[n, d]` in whole blocks."""
+
+    def __init__(self, conv: BlockConv, reader: Reader) -> None:
+        super().__init__()
+        self.conv = conv
+        self.shared, self.base = reader.product(conv.shared), reader.vector(conv.base)
+
+    def coefficients(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return those before and after the sublayer: `[blocks, block, taps, d]` each.
+
+        They are of a row itself, then of the rows before it.
+        """
+        conv = self.conv
+        shared = torch.unflatten(self.shared(x), -1, (2, conv.taps, -1))
+        every = self.base + shared.repeat_interleave(conv.group, -1)
+        before, after = torch.unflatten(every, 0, (-1, conv.block)).unbind(2)
+        return before, after
+
+    def convolved(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+        """Return the rows `[n, d]` convolved within their blocks."""
+        conv = self.conv
+        blocks = torch.unflatten(x, 0, (-1, conv.block))
+        out = torch.zeros_like(blocks)
+        for behind in range(min(conv.block, conv.taps)):
+            rows = blocks[:, : conv.block - behind]
+            out[:, behind:] += coefficients[:, behind:, behind] * rows
+        return out.flatten(0, 1)
+
+
+class FusionLayer(nn.Module):
+    """One vector of several hidden states (`stack.Fusion`): `[n, layers * width]` to `[n, d]`."""
+
+    def __init__(self, fusion: Fusion, reader: Reader) -> None:
+        super().__init__()
+        self.width, self.linear = fusion.width, reader.product(fusion.linear)
+        self.norms = nn.ModuleList(reader.norm(norm) for norm in fusion.norms)
+        self.norm, self.after = reader.norm(fusion.norm), reader.norm(fusion.after)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if self.norms:
+            parts = states.split_with_sizes([self.width] * len(self.norms), -1)
+            normed = [norm(part) for norm, part in zip(self.norms, parts, strict=True)]
+            states = torch.cat(normed, -1)
+        fused: torch.Tensor = self.after(self.linear(self.norm(states)))
+        return fused
+
+
+class HiddenInputLayer(nn.Module):
+    """The residual stream of tokens and hidden states (`stack.HiddenInput`)."""
+
+    def __init__(self, hidden_input: HiddenInput, reader: Reader) -> None:
+        super().__init__()
+        self.hidden_input = hidden_input
+        self.token_norm = reader.norm(hidden_input.token_norm)
+        self.state_norm = reader.norm(hidden_input.state_norm)
+        self.join: nn.Module | None = None
+        self.lift: nn.Module | None = None
+        if hidden_input.join is not None:
+            self.join = reader.product(hidden_input.join)
+        if hidden_input.lift is not None:
+            self.lift = reader.product(hidden_input.lift)
+
+    def forward(
+        self, embedded: torch.Tensor | None, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the stream `[n, d]`, and what the first layer's attention reads, if not that.
+
+        `embedded`: of the tokens, `[n, ...]`, if they are read. `states`: `[n, width]`.
+        """
+        states = states.float()
+        if embedded is None:
+            return states, None
+        token, state = self.token_norm(embedded.float()), self.state_norm(states)
+        both = torch.cat([state, token] if self.hidden_input.state_first else [token, state], -1)
+        if self.join is not None:
+            return self.join(both), None
+        x = state if self.hidden_input.norm_residual else states
+        return (x if self.lift is None else x + self.lift(token)), both
+
+
 class Block(nn.Module):
     """Layer `index` of a stack (`stack.Layer`): what it makes of the residual stream `[n, d]`."""
 
@@ -101,6 +192,9 @@ class Block(nn.Module):
             self.parallel_experts = ParallelExpertsLayer(layer.parallel_experts, reader)
         if layer.per_layer is not None:
             self.per_layer = PerLayerInputLayer(layer.per_layer, reader)
+        self.convs: nn.ModuleList | None = None
+        if layer.convs is not None:
+            self.convs = nn.ModuleList(Convolutions(conv, reader) for conv in layer.convs)
         self.scalar = reader.optional_vector(layer.scalar)
         self.attention_before = reader.norm(layer.attention_before)
         self.attention_after = reader.norm(layer.attention_after)
@@ -108,15 +202,25 @@ class Block(nn.Module):
         self.feed_forward_after = reader.norm(layer.feed_forward_after)
 
     def forward(
-        self, x: torch.Tensor, inputs: PassInputs, own: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        inputs: Any,
+        own: torch.Tensor | None = None,
+        source: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`own`: the layer's own input, `[n, width]`, where it has one."""
+        """Return the residual stream `[n, d]` behind the layer.
+
+        `inputs`: as of `AttentionLayer`. `own`: the layer's own input, `[n, width]`, where it has
+        one. `source`: what attention reads in place of the normed stream.
+        """
         layer = self.layer
         # what mixes tokens
-        source = self.attention_before(x)
+        if source is None:
+            source = self.attention_before(x)
         mixed = torch.zeros_like(x)
-        if self.attention is not None:
-            mixed = mixed + self.attention_after(self.attention(source, inputs)) * layer.residual
+        if (attention := self.attention) is not None:
+            attended = self._between(0, source, lambda rows: attention(rows, inputs))
+            mixed = mixed + self.attention_after(attended) * layer.residual
         if self.recurrent is not None:
             mixed = mixed + self.attention_after(self.recurrent(source, inputs)) * layer.residual
 
@@ -132,7 +236,7 @@ class Block(nn.Module):
         if self.experts is not None:
             fed = self.experts(source, inputs.rows)
         elif self.feed_forward is not None:
-            fed = self.feed_forward(source)
+            fed = self._between(1, source, self.feed_forward)
         if self.parallel_experts is not None:
             fed = self.parallel_experts(x, inputs.rows, fed)
         if fed is not None:
@@ -142,9 +246,20 @@ class Block(nn.Module):
             x = x + self.per_layer(x, own)
         return x if self.scalar is None else x * self.scalar
 
+    def _between(
+        self, number: int, x: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return what a sublayer makes of its rows, between its convolutions if it has some."""
+        if self.convs is None:
+            return run(x)
+        convs: Any = self.convs[number]
+        before, after = convs.coefficients(x)
+        convolved: torch.Tensor = convs.convolved(run(convs.convolved(x, before)), after)
+        return convolved
 
-class Network(nn.Module):
-    """A `Stack` with its weights on `device`.
+
+class LayerStack(nn.Module):
+    """The layers of a `Stack` and its last norm, with their weights on `device`.
 
     `parameters` are released as they are read. `packed`: weights of 4 bits stay packed.
     """
@@ -160,6 +275,75 @@ class Network(nn.Module):
         super().__init__()
         self.stack = stack
         reader = Reader(parameters, device, dtype, packed)
+        self.fusion: nn.Module | None = None
+        if stack.fusion is not None:
+            self.fusion = FusionLayer(stack.fusion, reader)
+        self.hidden_input: nn.Module | None = None
+        if stack.hidden_input is not None:
+            self.hidden_input = HiddenInputLayer(stack.hidden_input, reader)
+        self.norm = reader.norm(stack.norm)
+        self.blocks = nn.ModuleList()
+        for index, layer in enumerate(stack.layers):
+            self.blocks.append(Block(layer, index, reader))
+            parameters.release(stack.inside, index)
+        self.angles = {
+            one.rotary: angles_of(parameters.config, one.rotary, one.rotary_dim)
+            for one in stack.attentions
+            if one.rotary is not None
+        }
+
+    def angles_at(self, positions: torch.Tensor) -> dict[Rotary, Angles]:
+        """Return the angles of rows at `positions` `[n]`, of all kinds of layers."""
+        return {rotary: angles.at(positions) for rotary, angles in self.angles.items()}
+
+    def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what rows read of a target's hidden states `[..., aux_layers * d]`, in float32."""
+        fused: torch.Tensor = hidden.float() if self.fusion is None else self.fusion(hidden)
+        return fused
+
+    def drafter_stream(
+        self, embedded: torch.Tensor | None, states: torch.Tensor, inputs: Any
+    ) -> torch.Tensor:
+        """Return the residual stream of a drafter's rows behind the last layer, `[n, d]`.
+
+        `embedded`, `states`: what `HiddenInputLayer` takes. `inputs`: as of `AttentionLayer`.
+        """
+        assert self.hidden_input is not None
+        x, source = self.hidden_input(embedded, states)
+        return self.streams(x, inputs, source=source)[-1]
+
+    def streams(
+        self,
+        x: torch.Tensor,
+        inputs: Any,
+        own: torch.Tensor | None = None,
+        source: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the residual stream behind each layer, `[n, d]`.
+
+        `x`: that before the first. `inputs`: as of `AttentionLayer`. `own`: each layer's own input,
+        `[n, layers, width]`. `source`: what the first layer's attention reads, if not the stream.
+        """
+        streams = []
+        for i, block in enumerate(self.blocks):
+            x = block(x, inputs, None if own is None else own[:, i], source if i == 0 else None)
+            streams.append(x)
+        return streams
+
+
+class Network(LayerStack):
+    """A whole `Stack`: embedding, layers and head."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        stack: Stack,
+        device: torch.device,
+        dtype: torch.dtype,
+        packed: bool = False,
+    ) -> None:
+        reader = Reader(parameters, device, dtype, packed)
+        super().__init__(parameters, stack, device, dtype, packed)
         self.embedding = Embedding(reader.table(stack.embedding), stack.scale)
         self.positions: nn.Parameter | None = None
         if stack.positions is not None:
@@ -167,20 +351,11 @@ class Network(nn.Module):
         self.per_layer: nn.Module | None = None
         if stack.per_layer is not None:
             self.per_layer = PerLayerEmbeddings(stack.per_layer, len(stack.layers), reader)
-        self.embedding_norm, self.norm = reader.norm(stack.embedding_norm), reader.norm(stack.norm)
+        self.embedding_norm = reader.norm(stack.embedding_norm)
         self.head = reader.dense_product(stack.head)
         if torch.equal(self.head.weight, self.embedding.weight):  # one tensor in the checkpoint
             self.head.weight = self.embedding.weight
-        self.blocks = nn.ModuleList()
-        for index, layer in enumerate(stack.layers):
-            self.blocks.append(Block(layer, index, reader))
-            parameters.release(stack.inside, index)
         parameters.release(stack.inside, None)
-        self.angles = {
-            one.rotary: angles_of(parameters.config, one.rotary, one.rotary_dim)
-            for one in stack.attentions
-            if one.rotary is not None
-        }
 
     @property
     def product_bytes(self) -> int:
@@ -203,15 +378,12 @@ class Network(nn.Module):
         """
         x = self._embed(rows.tokens, rows.positions)
         own = None if self.per_layer is None else self.per_layer(rows.tokens, x)
-        angles = {rotary: one.at(rows.positions) for rotary, one in self.angles.items()}
-        inputs = PassInputs(rows, pool, angles, attention_on(pool.device))
-        streams = dict[int, torch.Tensor]()
-        for i, block in enumerate(self.blocks):
-            x = block(x, inputs, None if own is None else own[:, i])
-            streams[i + 1] = x
+        inputs = PassInputs(rows, pool, self.angles_at(rows.positions), attention_on(pool.device))
+        streams = self.streams(x, inputs, own)
+        last = streams[-1]
         if len(self.blocks) + 1 in watched:
-            streams[len(self.blocks) + 1] = self.norm(x)
-        return x, [streams[layer] for layer in watched]
+            streams.append(self.norm(last))
+        return last, [streams[layer - 1] for layer in watched]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[n, vocab]` float32 for the residual stream after all layers, `[n, d]`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +29,9 @@ def soft_cap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
     return x if cap is None else torch.tanh(x / cap) * cap
 
 
-def constant(tensor: torch.Tensor) -> nn.Parameter:
-    """Return a parameter that is not trained."""
-    return nn.Parameter(tensor.detach(), requires_grad=False)
+def constant(tensor: torch.Tensor) -> Any:
+    """Return a parameter that is not trained; a tensor with gradients stays as it is."""
+    return tensor if tensor.requires_grad else nn.Parameter(tensor, requires_grad=False)
 
 
 class Product(nn.Module):
@@ -42,8 +43,8 @@ class Product(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.weight = constant(weight)
-        self.bias = None if bias is None else constant(bias)
+        self.weight: torch.Tensor = constant(weight)
+        self.bias: torch.Tensor | None = None if bias is None else constant(bias)
         self.multiply: Callable[..., torch.Tensor] = F.linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,15 +98,15 @@ class Reader:
         self._parameters, self._device, self._dtype = parameters, device, dtype
         self._packed = packed
 
-    def table(self, name: Name) -> nn.Parameter:
+    def table(self, name: Name) -> Any:
         """Return a whole parameter in the products' format."""
         return constant(self._read(name, self._dtype))
 
-    def vector(self, name: Name) -> nn.Parameter:
+    def vector(self, name: Name) -> Any:
         """Return a whole parameter in float32."""
         return constant(self._read(name, torch.float32))
 
-    def optional_vector(self, name: Name | None) -> nn.Parameter | None:
+    def optional_vector(self, name: Name | None) -> Any:
         """Return a whole parameter in float32; None where there is none."""
         return None if name is None else self.vector(name)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from quickbeam.models.base import Batch, Draft, Draws, Part
+from quickbeam.models.base import Batch, Block, Draft, Draws, Part
 from quickbeam.models.torch.pages import RowPool, RowStore, to_device
 from quickbeam.models.torch.states import RecurrentCall, recurrent_calls
 
@@ -54,6 +54,8 @@ class UncommittedTokens(NamedTuple):
 def uncommitted(part: Part) -> UncommittedTokens:
     """Return the tokens of a batch's part."""
     assert isinstance(part.cache, RowStore)
+    if isinstance(part, Block):
+        return UncommittedTokens(part.cache, range(part.rows), seen=[range(part.rows)] * part.rows)
     if not isinstance(part, Draft):
         return UncommittedTokens(part.cache, range(part.rows))
     paths: list[list[int]] = []

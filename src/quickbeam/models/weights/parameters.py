@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 
 def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
     """Yield all weights but routers', as a pass reads them, and whether each is gated."""
+    if stack.fusion is not None:
+        yield stack.fusion.linear, False
+    if stack.hidden_input is not None:
+        for linear in (stack.hidden_input.join, stack.hidden_input.lift):
+            if linear is not None:
+                yield linear, False
     if stack.per_layer is not None:
         yield stack.per_layer.projection, False
     for layer in stack.layers:
@@ -47,7 +53,8 @@ def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
         if layer.per_layer is not None:
             yield layer.per_layer.gate, False
             yield layer.per_layer.out, False
-    yield stack.head, False
+    if stack.head.weights:
+        yield stack.head, False
 
 
 def feed_forwards(layer: Layer) -> tuple[FeedForward, ...]:
@@ -105,7 +112,7 @@ def rows_of(rows: Tensor, tensor: Any) -> Any:
     """
     if isinstance(tensor, BlockRows):
         return replace(tensor, data=rows_of(replace(rows, transposed=False), tensor.data))
-    tensor = tensor.detach() if rows.expert is None else tensor.detach()[rows.expert]
+    tensor = tensor if rows.expert is None else tensor[rows.expert]
     if rows.transposed and tensor.dim() == 2:
         tensor = tensor.t()
     if rows.cut is not None:
@@ -122,7 +129,7 @@ def norm_weight(norm: Norm, parameter: Callable[[str], torch.Tensor]) -> torch.T
     """Return a norm's weight in float32, flat; None for ones. `parameter`: gives one by name."""
     if not norm.weights:
         return None
-    weight = torch.cat([parameter(name).detach().float().flatten() for name in norm.weights])
+    weight = torch.cat([parameter(name).float().flatten() for name in norm.weights])
     weight = weight + 1 if norm.plus_one else weight
     return weight * norm.factor if norm.factor != 1 else weight
 
