@@ -69,7 +69,7 @@ async def until(condition):
 
 
 def job(llm, text="hello", params=LONG, **more):
-    return Job(list(llm.tokenizer(text)["input_ids"]), params, more)
+    return Job(list(llm.tokenizer(text)["input_ids"]), params, **more)
 
 
 async def begun(runner, *jobs):

@@ -19,7 +19,7 @@ from quickbeam.models.transformers_class import load_model
 from quickbeam.models.weights.adapters import CONFIG, WEIGHTS, adapter_in
 from quickbeam.models.weights.packed_file import WeightFile
 from quickbeam.params import SamplingParams
-from quickbeam.serve.runner import digest_of
+from quickbeam.serve.fingerprint import digest_of
 from test_families import made
 
 CPU = torch.device("cpu")

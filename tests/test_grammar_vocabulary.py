@@ -17,8 +17,8 @@ from quickbeam import LLM, Grammar, InvalidInput, SamplingParams
 from quickbeam.grammar.compiler import GrammarCompiler
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.grammar.source import pattern_text, read_lark
-from quickbeam.serve.messages import Tool
 from quickbeam.serve.schemas import one_of
+from quickbeam.serve.tool_fields import Tool
 from quickbeam.serve.tools import HERMES, MISTRAL, forcing_grammar, strict_grammar
 from test_grammar_masks import compiler as letters_compiler
 from test_grammar_masks import letters

@@ -93,15 +93,15 @@ def circles_of_rooms(folder: Path) -> set[str]:
     its own."""
     known = modules(folder)
 
-    def own_room(module: str) -> str:
+    def room_of(module: str) -> str:
         named = room(module, folder)
         return module if named == "nouns" else named
 
     graph: dict[str, set[str]] = {}
     for module, path in known.items():
         if module != "__init__":
-            importer = own_room(module)
-            imported = {own_room(other) for other in imports(path, known)}
+            importer = room_of(module)
+            imported = {room_of(other) for other in imports(path, known)}
             graph[importer] = graph.get(importer, set()) | (imported - {importer})
     return circles(graph)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quickbeam import LLM
-from quickbeam.serve.app import ENDPOINTS
+from quickbeam.serve.endpoints import ENDPOINTS
 from quickbeam.serve.settings import ServeSettings
 from serving import ScriptedRunner, ask, chunks, events, good, refused
 

@@ -9,7 +9,8 @@ from tokenizers import AddedToken
 from quickbeam import LLM, SamplingParams, __version__
 from quickbeam.engine.result import Logprob
 from quickbeam.grammar.token_texts import TokenTexts
-from quickbeam.serve.completions import INFILL, CompletionLogprobs
+from quickbeam.serve.logprobs import CompletionLogprobs
+from quickbeam.serve.prompts import INFILL
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from serving import ScriptedRunner, Texts, ask, ask_raw, chunks, good, refused

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cases import examples
-from quickbeam.serve import app
-from quickbeam.serve.app import ENDPOINTS
+from quickbeam.serve import endpoints
+from quickbeam.serve.endpoints import ENDPOINTS
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import CompletionRequest
 from serving import ask, ask_raw, junk, refused
@@ -143,7 +143,7 @@ def test_what_is_wrong_many_times_is_found_once():
         except ValidationError as error:
             assert error.error_count() < 12
             with pytest.raises(Refused) as refusal:
-                app.check(body, kind)
+                endpoints.check(body, kind)
             assert refusal.value.problem.param and len(str(refusal.value)) < 300
             refusals += 1
     assert refusals > 200
@@ -162,7 +162,7 @@ def test_lists_have_an_end():
         {"guided_choice": ["x"] * 4097},
     ):
         with pytest.raises(Refused, match="the most that there may be") as error:
-            app.check({"prompt": "x", **fields}, CompletionRequest)
+            endpoints.check({"prompt": "x", **fields}, CompletionRequest)
         assert error.value.problem.param in fields
 
 

@@ -8,7 +8,7 @@ from quickbeam import QuickbeamError, SamplingParams
 from quickbeam.engine.result import Logprob
 from quickbeam.serve import responses
 from quickbeam.serve.calls import ParsedCall
-from quickbeam.serve.messages import Tool, offered_tool
+from quickbeam.serve.tool_fields import Tool, offered_tool
 from serving import Texts, ask, events, good, refused
 
 PATH = "/v1/responses"
@@ -126,7 +126,7 @@ def test_logprobs_of_a_call_are_in_no_text(once):
     emitted = list[dict[str, Any]]()
     for pieces, tokens in parts:
         emitted += items.add(pieces, [Logprob(token, -1.0, {}) for token in tokens])
-    emitted += items.end(cut=False)
+    emitted += items.end("stop")
     assert [one["type"] for one in items.output] == ["message", "function_call", "message"]
     texts = [items.output[i]["content"][0] for i in (0, 2)]
     assert [one["text"] for one in texts] == ["Leté", "bye"]

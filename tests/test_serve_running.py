@@ -24,7 +24,7 @@ import pytest
 from cases import raising, refuses
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.cli.serve import keys_of
-from quickbeam.serve import runner as served_runner
+from quickbeam.serve import fingerprint
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.server import Server, listen, run, serve, url
 from quickbeam.serve.settings import ServeSettings
@@ -323,15 +323,15 @@ async def test_an_answer_is_over_when_its_last_step_is(llm):
 
 
 def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch, cache):
-    of, first = served_runner.digest_of, served_runner.fingerprint_of(llm)
+    of, first = fingerprint.digest_of, fingerprint.fingerprint_of(llm)
     assert re.fullmatch(r"fp_[0-9a-f]{16}", first)
     with monkeypatch.context() as patch:
-        patch.setattr(served_runner, "BLOCK", "none")  # known files are not read as a whole
-        assert served_runner.fingerprint_of(llm) == first
+        patch.setattr(fingerprint, "BLOCK_BYTES", "none")  # known files are not read as a whole
+        assert fingerprint.fingerprint_of(llm) == first
     with LLM(toy_folder, "ar", dtype="float32") as other:
-        assert served_runner.fingerprint_of(other) != first
+        assert fingerprint.fingerprint_of(other) != first
     with LLM(toy_folder, "logitspec") as other:
-        assert served_runner.fingerprint_of(other) == first  # no method changes an answer
+        assert fingerprint.fingerprint_of(other) == first  # no method changes an answer
     copy = shutil.copytree(toy_folder, tmp_path / "copy")
     assert of(str(copy)) == of(toy_folder)
     weights = copy / "model.safetensors"

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from quickbeam.grammar.spec import Grammar
-from quickbeam.serve.app import ENDPOINTS
+from quickbeam.serve.endpoints import ENDPOINTS
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from running import served, serving, until

@@ -15,7 +15,6 @@ from cases import examples, refuses
 from quickbeam import LLM, InvalidInput
 from quickbeam.grammar.spec import Grammar
 from quickbeam.serve import tools as calling
-from quickbeam.serve.app import IGNORED, ignored_header
 from quickbeam.serve.calls import (
     HERMES,
     LLAMA3,
@@ -26,8 +25,9 @@ from quickbeam.serve.calls import (
     PossibleCall,
     ToolCallParser,
 )
-from quickbeam.serve.messages import ChatRequest, Tool
-from quickbeam.serve.schemas import GrammarField
+from quickbeam.serve.endpoints import IGNORED, ignored_header
+from quickbeam.serve.messages import ChatRequest
+from quickbeam.serve.tool_fields import Tool
 from quickbeam.serve.tools import answer_grammar, forcing_grammar, strict_grammar
 from serving import ask, chunks, events, good, refused
 
@@ -356,10 +356,9 @@ def test_a_tokenizers_own_template_comes_first():
     assert read(form, f"so {call}", 4) == ["so ", F]
     assert read(form, f"<think>{call}</think>so {call}", 4) == [f"<think>{call}</think>so ", F]
     refuses("can't force", forcing_grammar, form, TOOLS, True, own, error=ValueError)
-    asked = [ANSWER], own
-    refuses(
-        "can't write a grammar", calling.tool_use, TOOLS, "auto", None, *asked, error=ValueError
-    )
+    asked = {"messages": MESSAGES, "tools": [TOOL, OTHER], "response_format": FORMAT}
+    request = ChatRequest.model_validate(asked)
+    refuses("can't write a grammar", calling.tool_use, request, own, error=ValueError)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -570,6 +569,21 @@ UNIQUE = {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True}
 TAGS = {"type": "object", "properties": {"tags": UNIQUE}}
 
 
+def test_what_an_answer_is_not_held_to_is_logged_once(runner, caplog):
+    """By the server, and not by the engine, too."""
+    schema = {"type": "object", "properties": {"labels": UNIQUE}}
+    answer = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked = {"messages": MESSAGES, "response_format": answer, "max_tokens": 4}
+    words = "uniqueItems at #/properties/labels"
+    for _ in "12":
+        response = ask(runner, PATH, asked)
+        assert response.headers["x-quickbeam-ignored"] == f"response_format ({words})"
+    lines = [one.getMessage() for one in caplog.records]
+    assert [line for line in lines if words in line] == [
+        f"left out of what a request asks for: response_format ({words})"
+    ]
+
+
 def test_a_tool_names_what_its_calls_are_not_held_to_or_is_refused_if_strict(scripted):
     place, words = "tools[1].function.parameters", "uniqueItems at #/properties/tags"
     tools = [TOOL, {"type": "function", "function": {"name": "g", "parameters": TAGS}}]
@@ -694,7 +708,6 @@ ANSWER_SCHEMA = {
     "additionalProperties": False,
     "$defs": {"word": {"enum": ["f", "fit", "o"]}},
 }
-ANSWER = GrammarField("response_format", Grammar.json_schema, ANSWER_SCHEMA)
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER_SCHEMA}}
 FLAT_FORMAT = {"type": "json_schema", "name": "a", "schema": ANSWER_SCHEMA}
 

@@ -147,8 +147,8 @@ Answer = Callable[[str, dict[str, Any]], Awaitable[Reply]]
 def check(source: Path, journal: Journal) -> dict[str, int]:
     """Return the line (from 1) of each request in a file, by its `custom_id`.
 
-    Raises `InvalidInput` if two have the same `custom_id`, if the journal has answers to others, or
-    if it is the file itself.
+    Raises `InvalidInput` if two requests have the same `custom_id`, if the journal has answers to
+    others, or if it is the file itself.
     """
     if source.exists() and source.samefile(journal.path):
         raise InvalidInput(f"{source}: the answers must go to another file")

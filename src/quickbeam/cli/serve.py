@@ -59,7 +59,8 @@ def serve(
             raise InvalidInput(f"default_{error}") from None
     with needs("serve", "the server"):
         from quickbeam.serve import server
-        from quickbeam.serve.runner import Runner, name_of
+        from quickbeam.serve.fingerprint import name_of
+        from quickbeam.serve.runner import Runner
     name, *aliases = given.served_name or [name_of(loading.source or hub.DEFAULT)]
     keys = (*settings.api_keys, *keys_of(os.environ.get(KEY, "")))
     settings = replace(settings, served_name=name, aliases=tuple(aliases), api_keys=keys)
@@ -168,7 +169,7 @@ async def answer(
         )
     else:
         with needs("serve", "answering requests"):
-            from quickbeam.serve.app import InProcessServer
+            from quickbeam.serve.endpoints import InProcessServer
         answering = InProcessServer(loading.load(), files.served_name)
     shown = {"unit": "answer", "disable": not sys.stderr.isatty()}
     async with answering as one:

@@ -80,7 +80,7 @@ class TorchPasses:
         self._attend = attention_on(model.device)
         self._running = Passes(self._compute, self.pool)
         self._writing = Passes(self._compute_keys, self.pool)
-        self._side = SideStream(model.device) if self._running.padded else None
+        self._side = SideStream(model.device) if self._running.padding() else None
         self.logits = network.head
 
     def run(
@@ -155,8 +155,7 @@ class TorchPasses:
             self.pool,
             batch.tokens,
             batch.wanted,
-            padded=self._running.padded,
-            block=first.rows if isinstance(first, Block) else 1,
+            padding=self._running.padding(first.rows if isinstance(first, Block) else 1),
         )
 
 

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from quickbeam.batch.run import CHAT, COMPLETIONS, RESPONSES, Answer, Reply
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
-from quickbeam.serve.app import InProcessServer
+from quickbeam.serve.endpoints import InProcessServer
 
 # CPUs that Ray reserves for a replica. Its threads decide how many it really uses. A half leaves
 # capacity for the tasks that read and write data.
@@ -26,6 +26,16 @@ RESTARTS = 10  # of a replica that dies, until the run is given up
 def environment(threads: int) -> dict[str, Any]:
     """Return Ray's `runtime_env` for a replica that computes with this number of threads."""
     return {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
+
+
+def connect() -> None:
+    """Connect to the cluster that `RAY_ADDRESS` names, or start one on this machine."""
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def reason_of(error: Exception) -> str:
+    """Return the last line of an error of Ray's, which says why."""
+    return str(error).strip().splitlines()[-1]
 
 
 class BatchReplica(InProcessServer):
@@ -44,7 +54,7 @@ async def replicas(
     A request goes to the replica with the fewest unanswered ones. A replica that dies is started
     again and asked again; if that doesn't help, the function raises `QuickbeamError`.
     """
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    connect()
     try:
         actor_class: Any = ray.remote(BatchReplica).options(
             num_cpus=CPUS,
@@ -63,8 +73,7 @@ async def replicas(
                 reply: Reply = await actors[index].answer.remote(url, body)
                 return reply
             except RayError as error:
-                why = str(error).strip().splitlines()[-1]
-                raise QuickbeamError(f"a replica failed: {why}") from error
+                raise QuickbeamError(f"a replica failed: {reason_of(error)}") from error
             finally:
                 unanswered[index] -= 1
 

@@ -7,12 +7,11 @@ import re
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import cache, partial
+from functools import cache
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.applications import Starlette
@@ -24,53 +23,32 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from quickbeam import __version__
-from quickbeam.batch.run import Answer, Reply
 from quickbeam.errors import QuickbeamError, did_you_mean
-from quickbeam.llm import LLM
-from quickbeam.serve import completions, errors, responses
+from quickbeam.serve import errors
 from quickbeam.serve.admission import BYTES_A_TOKEN, TENANT, RetryableError
-from quickbeam.serve.convert import check_model, encode_conversation, named
-from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import (
-    ChatRequest,
-    CompletionRequest,
-    Detokenize,
-    Tokenize,
-    TokenizeText,
-    offered_tools,
+from quickbeam.serve.answers import Json
+from quickbeam.serve.convert import check_model, named
+from quickbeam.serve.endpoints import (
+    ENDPOINTS,
+    IGNORED,
+    Endpoint,
+    begin,
+    check,
+    complete,
+    ignored_header,
 )
-from quickbeam.serve.responses import ResponsesRequest
-from quickbeam.serve.runner import AnsweredRequest, Json, Runner
-from quickbeam.serve.schemas import BaseRequest
+from quickbeam.serve.errors import Refused
+from quickbeam.serve.messages import Detokenize, Tokenize, TokenizeChat, TokenizeText
+from quickbeam.serve.prompts import encode_conversation, estimate_conversation
+from quickbeam.serve.runner import Runner
 from quickbeam.serve.security import Guard
-from quickbeam.serve.settings import ServeSettings
+from quickbeam.serve.tool_fields import offered_tools
 from quickbeam.serve.tools import tool_format
 
 T = TypeVar("T")
-adapter = cache(TypeAdapter)
 Handler = Callable[[Runner, Request], Awaitable[Response | Json]]
-NEVER = 10**9  # seconds
-IGNORED = "X-Quickbeam-Ignored"  # a header of responses
-MOST_IGNORED = 1000  # characters of that header's value
-LARGE = 16_384  # bytes; a body of more is parsed and checked in a thread
-PAGE = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-
-
-class Endpoint(NamedTuple):
-    """What an API's requests hold, and what has the engine begin with one.
-
-    `begin` raises `InvalidInput` for a request that can't be answered, `Busy` and `Unavailable`.
-    """
-
-    kind: Any
-    begin: Callable[[Runner, Any], Awaitable[AnsweredRequest]]
-
-
-ENDPOINTS = {
-    "/v1/chat/completions": Endpoint(ChatRequest, completions.begin_chat),
-    "/v1/completions": Endpoint(CompletionRequest, completions.begin_text),
-    "/v1/responses": Endpoint(ResponsesRequest, responses.begin),
-}
+LARGE_BODY = 16_384  # bytes; a body of more is parsed and checked in a thread
+PAGE_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
 def create_app(runner: Runner) -> Starlette:
@@ -81,111 +59,56 @@ def create_app(runner: Runner) -> Starlette:
         yield
         await runner.close()
 
-    settings, every = runner.settings, ["*"]
-    posts: dict[str, Handler] = {
-        path: partial(respond, endpoint) for path, endpoint in ENDPOINTS.items()
-    }
-    posts |= {"/tokenize": tokenize, "/detokenize": detokenize}
     routes = [Route(path, guarded(runner, handler)) for path, handler in GET.items()]
-    routes += [Route(path, guarded(runner, one), methods=["POST"]) for path, one in posts.items()]
-    middleware = [Middleware(Guard, settings=settings)]
-    if settings.cors_origins:  # before the keys, as a browser asks first without one
-        allowed: Json = {"allow_origins": settings.cors_origins, "allow_methods": every}
-        allowed |= {"allow_headers": every, "expose_headers": [IGNORED]}
-        middleware.insert(0, Middleware(CORSMiddleware, **allowed))
-    paths = [path for path in (*posts, *GET) if "{" not in path]  # without patterns of routes
-
-    def failed(request: Request, error: HTTPException) -> Response:
-        """Report an unknown path in the form of the other errors, too."""
-        if error.status_code == 404:
-            known, hint = ", ".join(paths), did_you_mean(request.url.path, paths)
-            error = HTTPException(404, f"there is no such path: this server has {known}{hint}")
-        return errors.response(error)
-
+    for path, handler in POST.items():
+        routes.append(Route(path, guarded(runner, handler), methods=["POST"]))
+    middleware = [Middleware(Guard, settings=runner.settings)]
+    if runner.settings.cors_origins:  # before the keys, as a browser asks first without one
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=runner.settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[IGNORED],
+        )
+        middleware.insert(0, cors)
     handlers: Any = {HTTPException: failed}
     return Starlette(
         routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan
     )
 
 
-class InProcessServer:
-    """Answers requests without HTTP, and without limits on how many wait.
-
-    An instance belongs to one event loop. As a context manager it gives `answer`, and ends the
-    answers under way. `name` is what responses call the model.
-    """
-
-    def __init__(self, llm: LLM, name: str | None = None) -> None:
-        unbounded = ServeSettings(
-            served_name=name, max_waiting=2**40, max_waiting_tokens=2**40, queue_timeout=NEVER
+def failed(request: Request, error: HTTPException) -> Response:
+    """Report an unknown path, or a wrong method, in the form of the other errors."""
+    if error.status_code == 404:
+        paths = [path for path in (*POST, *GET) if "{" not in path]  # without patterns of routes
+        hint = did_you_mean(request.url.path, paths)
+        error = HTTPException(
+            404, f"there is no such path: this server has {', '.join(paths)}{hint}"
         )
-        self._runner = Runner(unbounded, llm)
-
-    async def answer(self, path: str, body: Json) -> Reply:
-        """Return the endpoint's reply, which is an error for a request that can't be answered.
-
-        Raises `QuickbeamError` if the engine can't answer any more.
-        """
-        try:
-            request = check(body, ENDPOINTS[path].kind)
-            return Reply(200, await _whole(self._runner, ENDPOINTS[path], request))
-        except Exception as error:
-            if (unhealthy_reason := self._runner.unhealthy_reason) is not None:
-                raise QuickbeamError(f"no more answers: {unhealthy_reason}") from error
-            about = errors.problem(error)
-            return Reply(about.status, about.body)
-
-    async def __aenter__(self) -> Answer:
-        return self.answer
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.close()
+    return errors.response(error)
 
 
-async def _whole(runner: Runner, endpoint: Endpoint, request: Any) -> Json:
-    reply = await _begin(runner, endpoint, request)
-    with reply.answers:
-        return await reply.whole()
+def responder(endpoint: Endpoint) -> Handler:
+    """Return the handler of an endpoint, which responds with one object or a stream of events."""
 
+    async def respond(runner: Runner, http: Request) -> Response:
+        request = await read(http, endpoint.kind)
+        if not request.stream:
+            response = await unless_disconnected(http, complete(runner, endpoint, request))
+            headers = ignored_header(request)
+            return await asyncio.to_thread(JSONResponse, response, headers=headers)
+        # The engine has begun before the response does, so that a refusal has its own status.
+        reply = await unless_disconnected(http, begin(runner, endpoint, request))
+        return EventSourceResponse(
+            reply.events(),
+            headers=ignored_header(request),
+            sep="\n",
+            ping=runner.settings.keep_alive,
+            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+        )
 
-async def _begin(runner: Runner, endpoint: Endpoint, request: BaseRequest) -> AnsweredRequest:
-    """Have the engine begin with a request, and log what its answer goes without."""
-    reply = await endpoint.begin(runner, request)
-    for value in ignored_header(request).values():
-        runner.log_ignored(value)
-    return reply
-
-
-async def respond(endpoint: Endpoint, runner: Runner, http: Request) -> Response:
-    """Respond to a request of an endpoint, with one object or a stream of events."""
-    request = await read(http, endpoint.kind)
-    if not request.stream:
-        whole = await unless_disconnected(http, _whole(runner, endpoint, request))
-        return await asyncio.to_thread(JSONResponse, whole, headers=ignored_header(request))
-    # The engine has begun before the response does, so that a refusal has its own status.
-    reply = await unless_disconnected(http, _begin(runner, endpoint, request))
-    return EventSourceResponse(
-        reply.events(),
-        headers=ignored_header(request),
-        sep="\n",
-        ping=runner.settings.keep_alive,
-        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
-    )
-
-
-def ignored_header(request: BaseRequest) -> dict[str, str]:
-    """Return the header that names what the answer goes without; none if there is nothing.
-
-    Its value is the request's notes, separated by commas. It is printable ASCII and has at most
-    `MOST_IGNORED` characters: what can't be in a header or would look like a further note is
-    replaced by `?`, and a value that is too long ends in `...`.
-    """
-    if not request.ignored:
-        return {}
-    value = ", ".join(re.sub(r"[^ -+\--~]", "?", note) for note in request.ignored)
-    if len(value) > MOST_IGNORED:
-        value = f"{value[: MOST_IGNORED - 3]}..."
-    return {IGNORED: value}
+    return respond
 
 
 async def read(http: Request, kind: Any) -> Any:
@@ -198,7 +121,9 @@ async def read(http: Request, kind: Any) -> Any:
             code="unsupported_media_type",
         )
     body = await http.body()
-    return await asyncio.to_thread(parse, body, kind) if len(body) > LARGE else parse(body, kind)
+    if len(body) > LARGE_BODY:
+        return await asyncio.to_thread(parse, body, kind)
+    return parse(body, kind)
 
 
 def parse(body: bytes, kind: Any) -> Any:
@@ -210,18 +135,11 @@ def parse(body: bytes, kind: Any) -> Any:
     return check(value, kind)
 
 
-def check(value: Any, kind: Any) -> Any:
-    """Return the request that a JSON value stands for. Raises `Refused` if it can't be served."""
-    if not isinstance(value, dict):
-        raise Refused("the body must be a JSON object")
-    try:
-        return adapter(kind).validate_python(value)
-    except ValidationError as error:
-        raise errors.invalid(error, value) from None
-
-
 def guarded(runner: Runner, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """Answer all errors: the logs of the libraries would quote them, and with them a prompt."""
+    """Return the handler of a route, which answers errors, too.
+
+    The logs of the libraries would quote an error, and a prompt with it.
+    """
 
     async def handle(http: Request) -> Response:
         try:
@@ -244,19 +162,21 @@ class ClientDisconnected(QuickbeamError):
 async def unless_disconnected(http: Request, work: Awaitable[T]) -> T:
     """Return the result of `work`. If the client leaves first, it is cancelled, and
     `ClientDisconnected` raised."""
-    tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(_left(http))
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(http))
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise ClientDisconnected("the client has left")
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _left(http: Request) -> None:
+async def _disconnect(http: Request) -> None:
+    """Wait until the client leaves."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
@@ -269,22 +189,26 @@ def page() -> tuple[bytes, str]:
     The page may connect to this server only, and no site may frame it.
     """
     html = files("quickbeam.serve").joinpath("page/index.html").read_text(encoding="utf-8")
-    sources = {}
-    for kind in ("script", "style"):  # elements of the file have no attributes
-        texts = re.findall(f"<{kind}>(.*?)</{kind}>", html, re.DOTALL)
-        hashes = (b64encode(sha256(text.encode()).digest()).decode() for text in texts)
-        sources[kind] = " ".join(f"'sha256-{one}'" for one in hashes)
     rules = (
-        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
+        f"default-src 'none'; script-src {_hashes(html, 'script')}; "
+        f"style-src {_hashes(html, 'style')}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return html.encode(), rules
 
 
+def _hashes(html: str, element: str) -> str:
+    """Return the hashes of the texts of a page's elements, as the policy names them."""
+    sources = list[str]()
+    for text in re.findall(f"<{element}>(.*?)</{element}>", html, re.DOTALL):  # no attributes
+        digest = sha256(text.encode()).digest()
+        sources.append(f"'sha256-{b64encode(digest).decode()}'")
+    return " ".join(sources)
+
+
 async def index(runner: Runner, http: Request) -> Response:
     html, policy = page()
-    headers = {**PAGE, "Content-Security-Policy": policy}
+    headers = {**PAGE_HEADERS, "Content-Security-Policy": policy}
     return Response(html, media_type="text/html; charset=utf-8", headers=headers)
 
 
@@ -331,19 +255,25 @@ def _model(runner: Runner, name: str) -> Json:
 
 async def tokenize(runner: Runner, http: Request) -> Response:
     """Return the tokens of a text, or of the prompt of a conversation (by the chat template)."""
-    request = await read(http, Tokenize)
-    tokenizer = runner.llm.tokenizer
-    tools = [one.shown for one in offered_tools(getattr(request, "tools", None))]
+    request: TokenizeText | TokenizeChat = await read(http, Tokenize)
+    llm = runner.llm
+    tools = [tool.shown for tool in offered_tools(getattr(request, "tools", None))]
 
-    def work() -> Response:
+    def encode() -> Response:
         if isinstance(request, TokenizeText):
             special = request.add_special_tokens is not False
-            ids = list(tokenizer(request.prompt, add_special_tokens=special)["input_ids"])
+            ids = list(llm.tokenizer(request.prompt, add_special_tokens=special)["input_ids"])
         else:
-            ids = encode_conversation(runner.llm, request, tools)
-        texts = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
-        about = {"count": len(ids), "max_model_len": runner.llm.room(0)}
-        return JSONResponse({**about, "tokens": ids, "token_strs": texts})
+            ids = encode_conversation(llm, request, tools)
+        texts = llm.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+        return JSONResponse(
+            {
+                "count": len(ids),
+                "max_model_len": llm.room(0),
+                "tokens": ids,
+                "token_strs": texts,
+            }
+        )
 
     with named(request):
         check_model(runner, request.model)
@@ -351,9 +281,9 @@ async def tokenize(runner: Runner, http: Request) -> Response:
             tokens = len(request.prompt) // BYTES_A_TOKEN
         else:
             if tools:
-                tool_format(tokenizer)  # raises if the chat template doesn't take tools
-            tokens = completions.estimate(request, tools)
-        return await runner.tokenise(work, tokens, TENANT.get())
+                tool_format(llm.tokenizer)  # raises if the chat template doesn't take tools
+            tokens = estimate_conversation(request, tools)
+        return await runner.tokenise(encode, tokens, TENANT.get())
 
 
 async def detokenize(runner: Runner, http: Request) -> Json:
@@ -377,3 +307,6 @@ GET: dict[str, Handler] = {
     "/v1/models": models,
     "/v1/models/{name:path}": model,
 }
+POST: dict[str, Handler] = {path: responder(endpoint) for path, endpoint in ENDPOINTS.items()}
+POST["/tokenize"] = tokenize
+POST["/detokenize"] = detokenize

@@ -7,24 +7,26 @@ import re
 import secrets
 import string
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
-from quickbeam.serve.messages import Tool
+from quickbeam.serve.tool_fields import Tool
 
-CALLS, CONTENT = "tool_calls", "content"  # fields of a response template
-LETTERS = string.ascii_letters + string.digits  # of short ids
-ARGUMENTS = ("arguments", "parameters")  # the keys that models use
-ABOUT_CALL = ("name", "id", "type")  # other keys of a call
+# fields of a response template
+CALLS = "tool_calls"
+CONTENT = "content"
+ID_CHARACTERS = string.ascii_letters + string.digits  # of short ids
+SHORT_ID = 9  # characters
+ARGUMENT_KEYS = ("arguments", "parameters")  # that models use
+OTHER_KEYS = ("name", "id", "type")  # of a call
 THOUGHT_BEGINS = re.compile(r"<think>|\[THINK\]")
 THOUGHT_ENDS = re.compile(r"</think>|\[/THINK\]")
 LONGEST_MARK = len("</think>")
 
-MOST_SPACE = 64  # characters of white space next to a call that are left out
-MOST_OPENING = 256  # characters of a call before its JSON
-SPACE = re.compile(rf"\s{{0,{MOST_SPACE}}}")
+MAX_SPACE = 64  # characters of white space next to a call that are left out
+MAX_OPENING = 256  # characters of a call before its JSON
+SPACE = re.compile(rf"\s{{0,{MAX_SPACE}}}")
 JOINT = re.compile(rf"{SPACE.pattern}(?:;{SPACE.pattern})?")  # between calls without markers
-BARE_KEY = re.compile(rf'{{{SPACE.pattern}"(?:{"|".join([*ABOUT_CALL, *ARGUMENTS])})"')
+BARE_KEY = re.compile(rf'{{{SPACE.pattern}"(?:{"|".join([*OTHER_KEYS, *ARGUMENT_KEYS])})"')
 BARE_BEGINS = re.compile(rf'{JOINT.pattern}(?:{{{SPACE.pattern}(?:"[a-z]{{0,10}})?)?')
 BETWEEN_STRINGS = re.compile(r"[ \t\r\n0-9+\-.,:Eaeflnrstu]*")  # of JSON, without brackets
 IN_STRING = re.compile(r'[^"\\]*')
@@ -32,14 +34,15 @@ LENIENT = json.JSONDecoder(strict=False)  # takes line breaks in strings
 
 
 class CallSyntax(NamedTuple):
-    """Text around calls: `before`, a call, `between`, a call, …, `after`.
+    """How calls are written: `before`, a call, `between`, a call, …, `after`.
 
-    A call is the first of the `parts`, the tool's name, the second, the arguments, and the third.
+    A call is the first of the `parts`, the tool's name, the second part, the arguments, and the
+    third part. Without a `between`, an answer holds at most one call.
     """
 
     before: str
     parts: tuple[str, str, str]
-    between: str | None  # None: an answer holds at most one call
+    between: str | None
     after: str
 
 
@@ -48,7 +51,7 @@ class ToolFormat(NamedTuple):
 
     - `marker`: the first text of a call.
     - `syntax`: how calls are written; None if it is not known.
-    - `close`: what may stand behind a call.
+    - `close`: the text that may end a call.
     - `bare`: whether an answer may begin with calls that have no marker.
     - `short_ids`: whether ids have nine letters and digits, as the template demands.
     - `field`: how a response template of transformers reads calls; None: `JsonCalls` does.
@@ -92,7 +95,10 @@ class ParsedCall(NamedTuple):
 
 
 class WrittenCalls(NamedTuple):
-    """Tool calls, and the text that they were written as. Text beside calls may hold none."""
+    """Tool calls, and the text that they were written as.
+
+    `calls` is empty for a mark or white space next to calls.
+    """
 
     calls: list[ParsedCall]
     text: str
@@ -102,16 +108,18 @@ Piece = str | WrittenCalls
 
 
 class ToolCallParser:
-    """Separates tool calls from text while an answer arrives; `count` is their number.
+    """Separates tool calls from text while an answer arrives; `count` is the number of calls.
 
-    Text that may be part of a call is held back; what turns out to be no call of a given tool, as
-    one that was cut short, is text. Unless `several`, calls after the first are left out.
+    Text that may be part of a call is held back. What turns out to be no call of one of the tools,
+    as a call that was cut short, is text.
 
     A call in a thought is a draft: it is text once the thought closes, and a call if the thought
-    never does. From such a call on, all is held back. `thinking`: the prompt opened a thought.
+    never does. From such a call on, all is held back.
 
-    `either`: the answer is calls or text, as its grammar says. What looks like a call in such a
-    text is text.
+    - `several`: whether calls after the first are given, too.
+    - `thinking`: whether the prompt opened a thought.
+    - `either`: whether the answer is calls or text, as its grammar says. What looks like a call in
+      such a text is text.
     """
 
     def __init__(
@@ -122,13 +130,14 @@ class ToolCallParser:
         thinking: bool = False,
         either: bool = False,
     ) -> None:
-        self._several, self._thinking, self._either = several, thinking, either
+        self._several = several
+        self._thinking = thinking
+        self._either = either
         self.count = 0
         self._reader: TemplateCalls | JsonCalls | None = None
         if form is not None:
-            self._reader = (
-                JsonCalls(form, tools) if form.field is None else TemplateCalls(form, tools)
-            )
+            reader = JsonCalls if form.field is None else TemplateCalls
+            self._reader = reader(form, tools)
         self._in_text = False  # whether text has come that is more than white space
         self._tail = ""  # the last characters of the text, which may begin a mark of thoughts
         self._drafts = list[Piece]()  # a thought from its first call on
@@ -140,7 +149,7 @@ class ToolCallParser:
         return self._joined(self._decided(self._reader.read(text)))
 
     def finish(self) -> list[str | ParsedCall]:
-        """Return the rest, at the end of the answer."""
+        """Return the text and the calls that were held back, at the end of the answer."""
         if self._reader is None:
             return []
         pieces = [*self._decided(self._reader.read(None)), *self._drafts]
@@ -153,7 +162,8 @@ class ToolCallParser:
             if isinstance(piece, str):
                 self._in_text = self._in_text or not piece.isspace()
                 if self._closes_thought(piece):
-                    yield "".join(one if isinstance(one, str) else one.text for one in self._drafts)
+                    texts = [each if isinstance(each, str) else each.text for each in self._drafts]
+                    yield "".join(texts)
                     self._drafts = []
             elif self._either and self._in_text:
                 piece = piece.text
@@ -167,8 +177,12 @@ class ToolCallParser:
     def _closes_thought(self, text: str) -> bool:
         """Follow thoughts through further text, and return whether one ends in it."""
         text = self._tail + text
-        at, closes = 0, False
-        while mark := (THOUGHT_ENDS if self._thinking else THOUGHT_BEGINS).search(text, at):
+        at = 0
+        closes = False
+        while True:
+            mark = (THOUGHT_ENDS if self._thinking else THOUGHT_BEGINS).search(text, at)
+            if mark is None:
+                break
             closes = closes or self._thinking
             self._thinking = not self._thinking
             at = mark.end()
@@ -177,7 +191,8 @@ class ToolCallParser:
 
     def _joined(self, pieces: Iterable[Piece]) -> list[str | ParsedCall]:
         """Return pieces as text and calls, with texts that follow each other as one."""
-        joined, texts = list[str | ParsedCall](), list[str]()
+        joined = list[str | ParsedCall]()
+        texts = list[str]()
         for piece in pieces:
             if isinstance(piece, str):
                 texts.append(piece)
@@ -188,7 +203,9 @@ class ToolCallParser:
                 joined.append("".join(texts))
                 texts = []
             joined += calls
-        return [*joined, "".join(texts)] if any(texts) else joined
+        if any(texts):
+            joined.append("".join(texts))
+        return joined
 
 
 class PossibleCall:
@@ -203,9 +220,14 @@ class PossibleCall:
     """
 
     def __init__(self, name: str, resume: int, begin: int) -> None:
-        self.name, self.resume, self.begin = name, resume, begin
-        self.end, self.ended = begin, False
-        self._depth, self._in_string, self._escaped = 0, False, False
+        self.name = name
+        self.resume = resume
+        self.begin = begin
+        self.end = begin
+        self.ended = False
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
 
     def read(self, text: str, at: int = 0) -> None:
         """Read further text, from `at` on, up to where the JSON ends."""
@@ -255,16 +277,20 @@ class JsonCalls:
     """
 
     def __init__(self, form: ToolFormat, tools: Sequence[Tool]) -> None:
-        self._form, self._names = form, {tool.function.name for tool in tools}
+        self._form = form
+        self._names = {tool.function.name for tool in tools}
         self._thought_ends = ("</think>", "[/THINK]") if form.bare else ()
-        self._stop = re.compile("|".join(map(re.escape, (form.marker, *self._thought_ends))))
+        stops = [re.escape(mark) for mark in (form.marker, *self._thought_ends)]
+        self._stop = re.compile("|".join(stops))
         self._opening = re.compile(
             rf"\s*;?\s*(?P<markers>(?:{re.escape(form.marker)}\s*)*)(?P<name>[\w-]*)\s*"
             r"(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\]\s*)?"
         )
-        self._in_opening = (form.marker, "[CALL_ID]", "[ARGS]")
+        self._opening_marks = (form.marker, "[CALL_ID]", "[ARGS]")
         self._marks = (form.marker, form.close, *self._thought_ends)
-        self._parts = list[str]()  # text that has not been given back
+        self._longest_mark = max(len(mark) for mark in self._marks)
+        self._longest_opening_mark = max(len(mark) for mark in self._opening_marks)
+        self._unread = list[str]()  # parts of the text that has not been given back
         self._possible: PossibleCall | None = None  # with which that text begins
         self._after_call = False
         self._may_be_bare = form.bare
@@ -272,27 +298,33 @@ class JsonCalls:
     def read(self, text: str | None) -> Iterator[Piece]:
         """Read further text, or the end of the answer if it is None, and yield what is certain."""
         last = text is None
-        self._parts.append(text or "")
+        self._unread.append(text or "")
         if self._possible is not None:
             self._possible.read(text or "")
             if not (last or self._possible.ended):
                 return
-        unread, at = "".join(self._parts), 0
-        while at < len(unread) and (step := self._step(unread, at, last)) is not None:
+        unread = "".join(self._unread)
+        at = 0
+        while at < len(unread):
+            step = self._step(unread, at, last)
+            if step is None:
+                break
             piece, at = step
             self._possible = None
             self._after_call = isinstance(piece, WrittenCalls)
             ends_thought = isinstance(piece, str) and piece.endswith(self._thought_ends)
             self._may_be_bare = self._form.bare and (self._after_call or ends_thought)
             yield piece
-        self._parts = [unread[at:]]
+        self._unread = [unread[at:]]
 
     def _step(self, text: str, at: int, last: bool) -> tuple[Piece, int] | None:
         """Return the piece that begins at `at`, and its end. None: it depends on further text."""
         if self._possible is not None:
             return self._call(text, at, last)
-        if self._after_call and (end := self._end_of_call(text, at, last)) > at:
-            return WrittenCalls([], text[at:end]), end
+        if self._after_call:
+            end = self._end_of_call(text, at, last)
+            if end > at:
+                return WrittenCalls([], text[at:end]), end
         if self._begins_bare(text, at):
             return self._call(text, at, last)
         stop = self._stop.search(text, at)
@@ -320,36 +352,42 @@ class JsonCalls:
         return self._may_be_bare and BARE_KEY.match(text, _skip(joint, text, at)) is not None
 
     def _held_from(self, text: str, at: int) -> int:
-        """Return where the part of a text begins with which a call may begin."""
+        """Return the position from which on the text may belong to a call."""
         if self._may_be_bare and BARE_BEGINS.fullmatch(text, at):
             return at
-        end = max(at, len(text) - max(map(len, self._marks)))
+        end = max(at, len(text) - self._longest_mark)
         while not any(mark.startswith(text[end:]) for mark in self._marks):
             end += 1
         return self._space_from(text, at, end)
 
     def _space_from(self, text: str, at: int, end: int) -> int:
-        """Return where what stands between text and a call that begins at `end` begins."""
+        """Return where the white space before a call begins, or what joins it to the call before.
+
+        The call begins at `end`.
+        """
         if self._may_be_bare and self._after_call and JOINT.fullmatch(text, at, end):
             return at
-        space = text[max(at, end - MOST_SPACE) : end]
+        space = text[max(at, end - MAX_SPACE) : end]
         return end - len(space) + len(space.rstrip())
 
     def _call(self, text: str, at: int, last: bool) -> tuple[Piece, int] | None:
         """Return the calls that begin at `at`, or their marker as text, as `_step` does."""
         call = self._possible
         if call is None:
-            opening = self._opening.match(text, at, at + MOST_OPENING)
+            opening = self._opening.match(text, at, at + MAX_OPENING)
             assert opening is not None
-            name, begin = opening["name"], opening.end()
-            rest = text[begin : begin + max(map(len, self._in_opening))]
-            fits = begin < at + MOST_OPENING and any(one.startswith(name) for one in self._names)
-            unsure = any(rest != mark and mark.startswith(rest) for mark in self._in_opening)
-            if fits and unsure and not last:
+            name = opening["name"]
+            begin = opening.end()
+            following = text[begin : begin + self._longest_opening_mark]
+            fits = begin < at + MAX_OPENING and any(each.startswith(name) for each in self._names)
+            in_mark = any(
+                mark.startswith(following) and mark != following for mark in self._opening_marks
+            )
+            if fits and in_mark and not last:
                 return None
             length = len(self._form.marker) if opening["markers"] else 1
             resume = opening.start("markers") + length
-            if not fits or name not in ("", *self._names) or rest[:1] not in ("{", "["):
+            if not fits or name not in ("", *self._names) or following[:1] not in ("{", "["):
                 return text[at:resume], resume
             call = PossibleCall(name, resume - at, begin - at)
             call.read(text, begin)
@@ -369,23 +407,20 @@ class JsonCalls:
             return []
         if name:
             value = {"name": name, "arguments": value}
-        read = [
-            parsed_call(one, self._names, self._form.short_ids)
-            for one in (value if isinstance(value, list) else [value])
-        ]
-        calls = [call for call in read if call is not None]
-        return calls if len(calls) == len(read) else []
+        return parsed_calls(value, self._names, self._form.short_ids)
 
 
 class TemplateCalls:
     """Reads calls by a tokenizer's response template, with transformers' parser."""
 
     def __init__(self, form: ToolFormat, tools: Sequence[Tool]) -> None:
-        self._form, self._names = form, {tool.function.name for tool in tools}
+        self._form = form
+        self._names = {tool.function.name for tool in tools}
         assert form.field is not None
+        self._schemas = list[dict[str, Any]]()
         # JSON gives arguments their types. In other formats, types come from the tools' schemas.
-        typed = form.field.get("content") != "json"
-        self._typed = [tool.model_dump(exclude_none=True) for tool in tools if typed]
+        if form.field.get("content") != "json":
+            self._schemas = [tool.model_dump(exclude_none=True) for tool in tools]
         self._begin()
 
     def _begin(self) -> None:
@@ -394,17 +429,19 @@ class TemplateCalls:
         self._held = ""  # text that the parser has not given back as content
         fields = {CALLS: self._form.field, CONTENT: {"content": "text"}}
         template = {"start_anchor": " ", "fields": fields}
-        self._parser = ResponseParser(template, prefix="", tools=self._typed)
+        self._parser = ResponseParser(template, prefix="", tools=self._schemas)
 
     def read(self, text: str | None) -> Iterator[Piece]:
         """Read further text, or the end of the answer if it is None, and yield what is certain."""
-        # one character at a time, so that after an error the rest is read anew
-        return chain.from_iterable(map(self._step, [None] if text is None else text))
+        # one character at a time, so that after an error the others are read anew
+        characters: Iterable[str | None] = [None] if text is None else text
+        for character in characters:
+            yield from self._step(character)
 
     def _step(self, character: str | None) -> Iterator[Piece]:
         self._held += character or ""
         # the parser reads white space before a call anew with each character
-        is_text = len(self._held) > MOST_SPACE and self._held.isspace()
+        is_text = len(self._held) > MAX_SPACE and self._held.isspace()
         parser = self._parser
         try:
             events = parser.finalize()[1] if character is None else parser.feed(character)
@@ -423,14 +460,21 @@ class TemplateCalls:
                 self._held = ""
 
     def _calls(self, value: Any) -> Piece:
-        read = [self._call(one) for one in (value if isinstance(value, list) else [value])]
-        calls = [call for call in read if call is not None]
-        known = bool(calls) and len(calls) == len(read)
-        return WrittenCalls(calls, self._held) if known else self._held
+        values = value if isinstance(value, list) else [value]
+        functions = [each.get("function") if isinstance(each, dict) else None for each in values]
+        calls = parsed_calls(functions, self._names, self._form.short_ids)
+        return WrittenCalls(calls, self._held) if calls else self._held
 
-    def _call(self, value: Any) -> ParsedCall | None:
-        function = value.get("function") if isinstance(value, dict) else None
-        return parsed_call(function, self._names, self._form.short_ids)
+
+def parsed_calls(value: Any, names: Collection[str], short_ids: bool) -> list[ParsedCall]:
+    """Return the calls that a value is, one or a list; none if not all are calls of the tools."""
+    calls = list[ParsedCall]()
+    for each in value if isinstance(value, list) else [value]:
+        call = parsed_call(each, names, short_ids)
+        if call is None:
+            return []
+        calls.append(call)
+    return calls
 
 
 def parsed_call(value: Any, names: Collection[str], short_ids: bool) -> ParsedCall | None:
@@ -438,8 +482,8 @@ def parsed_call(value: Any, names: Collection[str], short_ids: bool) -> ParsedCa
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or name not in names:
         return None
-    key = next((key for key in ARGUMENTS if key in value), None)
-    if key is None and not value.keys() <= {*ABOUT_CALL}:  # what they stand for is not known
+    key = next((key for key in ARGUMENT_KEYS if key in value), None)
+    if key is None and not value.keys() <= {*OTHER_KEYS}:  # of unknown meaning
         return None
     arguments = value[key] if key else {}
     try:
@@ -452,13 +496,20 @@ def parsed_call(value: Any, names: Collection[str], short_ids: bool) -> ParsedCa
     # what is not JSON; NaN, infinite numbers and half surrogate pairs, which JSON lacks
     except (ValueError, RecursionError):
         return None
-    short = "".join(secrets.choice(LETTERS) for _ in range(9))
-    own = short if short_ids else f"call_{secrets.token_hex(12)}"
-    return ParsedCall(own, name, text)
+    if short_ids:
+        call_id = "".join(secrets.choice(ID_CHARACTERS) for _ in range(SHORT_ID))
+    else:
+        call_id = f"call_{secrets.token_hex(12)}"
+    return ParsedCall(call_id, name, text)
 
 
 def split(pieces: Iterable[str | ParsedCall]) -> tuple[str, list[ParsedCall]]:
     """Return the joined text of the pieces, and their tool calls."""
-    every = list(pieces)
-    calls = [piece for piece in every if isinstance(piece, ParsedCall)]
-    return "".join(piece for piece in every if isinstance(piece, str)), calls
+    texts = list[str]()
+    calls = list[ParsedCall]()
+    for piece in pieces:
+        if isinstance(piece, ParsedCall):
+            calls.append(piece)
+        else:
+            texts.append(piece)
+    return "".join(texts), calls

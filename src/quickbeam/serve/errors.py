@@ -17,8 +17,6 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 
 INVALID = "invalid_request_error"
 TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",

@@ -59,24 +59,24 @@ HISTOGRAMS = {
 
 
 class Metrics:
-    """The metrics of one server, in a registry. Each is labelled with `name`, the model's name."""
+    """The metrics of one server, in a registry. Each is labelled with the model's name."""
 
-    def __init__(self, name: str, gate: Gate) -> None:
-        self._name = name
+    def __init__(self, model: str, gate: Gate) -> None:
+        self._model = model
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._families: dict[str, Any] = {}
-        for metric, text in COUNTERS.items():
-            self._families[metric] = self._family(Counter, metric, text)
-        for metric, (label, text) in LABELLED.items():
-            self._families[metric] = self._family(Counter, metric, text, label)
-        for metric, (text, bounds) in HISTOGRAMS.items():
+        for name, text in COUNTERS.items():
+            self._families[name] = self._family(Counter, name, text)
+        for name, (label, text) in LABELLED.items():
+            self._families[name] = self._family(Counter, name, text, label)
+        for name, (text, bounds) in HISTOGRAMS.items():
             buckets = [float(bound) for bound in bounds.split()]
-            self._families[metric] = self._family(Histogram, metric, text, buckets=buckets)
-        for metric in (*COUNTERS, *HISTOGRAMS):
-            self.of(metric)  # shown from the beginning, as 0
+            self._families[name] = self._family(Histogram, name, text, buckets=buckets)
+        for name in (*COUNTERS, *HISTOGRAMS):
+            self.metric(name)  # shown from the beginning, as 0
         for depth in range(MAX_DEPTH):
-            self.of("vllm:spec_decode_num_accepted_tokens_per_pos", depth)
+            self.metric("vllm:spec_decode_num_accepted_tokens_per_pos", depth)
         waiting = "Requests that the engine has not taken up."
         self._gauge("vllm:num_requests_waiting", waiting, lambda: gate.waiting)
 
@@ -91,13 +91,13 @@ class Metrics:
         nodes = "Nodes of the last draft tree, over the answers under way."
         self._gauge("quickbeam:budget_nodes", nodes, lambda: engine.nodes)
 
-    def of(self, name: str, *labels: Any) -> Any:
+    def metric(self, name: str, *labels: Any) -> Any:
         """Return a counter or histogram by its name, and its own label if it has one."""
-        return self._families[name].labels(self._name, *labels)
+        return self._families[name].labels(self._model, *labels)
 
     def refused(self, error: RetryableError) -> None:
         """Count a request that was turned away."""
-        self.of("quickbeam:refused_requests", type(error).__name__.lower()).inc()
+        self.metric("quickbeam:refused_requests", type(error).__name__.lower()).inc()
 
     def expose(self, accept: str) -> tuple[bytes, str]:
         """Return what Prometheus reads, and its content type for this Accept header.
@@ -114,7 +114,7 @@ class Metrics:
         return metric_class(name, text, ["model_name", *labels], registry=self.registry, **more)
 
     def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        self._family(Gauge, name, text).labels(self._name).set_function(value)
+        self._family(Gauge, name, text).labels(self._model).set_function(value)
 
 
 class RequestMetrics:
@@ -135,57 +135,57 @@ class RequestMetrics:
 
     def step(self, record: StepRecord) -> None:
         """Count a step. This is an observer of the answer."""
-        count = self._metrics.of
+        metric = self._metrics.metric
         now = time.perf_counter()
         emitted = len(record.emitted)
-        count("vllm:generation_tokens").inc(emitted)
+        metric("vllm:generation_tokens").inc(emitted)
         self._counted += emitted
         if emitted:
             begin = self._last_step or now - record.seconds
             gap = (now - begin) / emitted
             for _ in range(emitted):
-                count("vllm:inter_token_latency_seconds").observe(gap)
-                count("vllm:time_per_output_token_seconds").observe(gap)
+                metric("vllm:inter_token_latency_seconds").observe(gap)
+                metric("vllm:time_per_output_token_seconds").observe(gap)
         self._last_step = now
-        count("quickbeam:nodes_per_step").observe(len(record.tree))
+        metric("quickbeam:nodes_per_step").observe(len(record.tree))
         drafted = len(record.tree) - 1
         if not drafted:
             return
         accepted = len(record.path[1 : emitted + 1])
-        count("vllm:spec_decode_num_drafts").inc()
-        count("vllm:spec_decode_num_draft_tokens").inc(drafted)
-        count("vllm:spec_decode_num_accepted_tokens").inc(accepted)
+        metric("vllm:spec_decode_num_drafts").inc()
+        metric("vllm:spec_decode_num_draft_tokens").inc(drafted)
+        metric("vllm:spec_decode_num_accepted_tokens").inc(accepted)
         for depth in range(accepted):
-            count("vllm:spec_decode_num_accepted_tokens_per_pos", min(depth, MAX_DEPTH - 1)).inc()
+            metric("vllm:spec_decode_num_accepted_tokens_per_pos", min(depth, MAX_DEPTH - 1)).inc()
 
     def over(self, completion: Completion, times: Times) -> None:
         """Count an answer, once it is over."""
-        count = self._metrics.of
+        metric = self._metrics.metric
         now = time.perf_counter()
         statistics = completion.statistics
         reason = completion.finish_reason
-        count("vllm:request_success", VLLM_REASONS.get(reason, reason)).inc()
-        count("vllm:e2e_request_latency_seconds").observe(now - self._entered)
-        count("vllm:generation_tokens").inc(statistics.new_tokens - self._counted)
-        count("vllm:request_prompt_tokens").observe(self._prompt)
-        count("vllm:request_generation_tokens").observe(statistics.new_tokens)
-        count("vllm:request_params_max_tokens").observe(self._params.max_tokens)
-        count("vllm:num_preemptions").inc(statistics.preemptions)
+        metric("vllm:request_success", VLLM_REASONS.get(reason, reason)).inc()
+        metric("vllm:e2e_request_latency_seconds").observe(now - self._entered)
+        metric("vllm:generation_tokens").inc(statistics.new_tokens - self._counted)
+        metric("vllm:request_prompt_tokens").observe(self._prompt)
+        metric("vllm:request_generation_tokens").observe(statistics.new_tokens)
+        metric("vllm:request_params_max_tokens").observe(self._params.max_tokens)
+        metric("vllm:num_preemptions").inc(statistics.preemptions)
         for source, tokens in statistics.sources.items():
-            count("quickbeam:drafted_tokens", source).inc(tokens.drafted)
-            count("quickbeam:accepted_tokens", source).inc(tokens.accepted)
+            metric("quickbeam:drafted_tokens", source).inc(tokens.drafted)
+            metric("quickbeam:accepted_tokens", source).inc(tokens.accepted)
         if times.began is None:
             return
-        count("vllm:request_queue_time_seconds").observe(times.began - self._entered)
-        count("vllm:prefix_cache_queries").inc(self._prompt)
-        count("vllm:prefix_cache_hits").inc(statistics.cached_tokens)
+        metric("vllm:request_queue_time_seconds").observe(times.began - self._entered)
+        metric("vllm:prefix_cache_queries").inc(self._prompt)
+        metric("vllm:prefix_cache_hits").inc(statistics.cached_tokens)
         if times.first is not None or reason == "length":  # the prompt was read
-            count("vllm:prompt_tokens").inc(self._prompt)
+            metric("vllm:prompt_tokens").inc(self._prompt)
         if times.first is None:
             return
-        count("vllm:time_to_first_token_seconds").observe(times.first - self._entered)
-        count("vllm:request_prefill_time_seconds").observe(times.first - times.began)
-        count("vllm:request_decode_time_seconds").observe(now - times.first)
+        metric("vllm:time_to_first_token_seconds").observe(times.first - self._entered)
+        metric("vllm:request_prefill_time_seconds").observe(times.first - times.began)
+        metric("vllm:request_decode_time_seconds").observe(now - times.first)
         if statistics.new_tokens > 1:
             mean = (now - times.first) / (statistics.new_tokens - 1)
-            count("vllm:request_time_per_output_token_seconds").observe(mean)
+            metric("vllm:request_time_per_output_token_seconds").observe(mean)

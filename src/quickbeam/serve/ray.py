@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import signal
 import threading
 from collections.abc import Callable
@@ -18,15 +17,22 @@ from starlette.applications import Starlette
 from quickbeam import hub
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
-from quickbeam.serve.actors import CPUS, environment
+from quickbeam.serve.actors import CPUS, connect, environment, reason_of
 from quickbeam.serve.app import create_app
-from quickbeam.serve.runner import Runner, name_of
+from quickbeam.serve.fingerprint import name_of
+from quickbeam.serve.runner import Runner
 from quickbeam.serve.server import prepare
 from quickbeam.serve.settings import ServeSettings
 
 HEALTH_PERIOD = 2.0  # seconds between checks of a replica's heartbeat
 # the arguments that `LLM` lacks, with their defaults
-SERVER: dict[str, Any] = {"replicas": 1, "threads": 1, "cpus": CPUS, "gpus": 0, "settings": {}}
+SERVER_DEFAULTS: dict[str, Any] = {
+    "replicas": 1,
+    "threads": 1,
+    "cpus": CPUS,
+    "gpus": 0,
+    "settings": {},
+}
 
 
 class Replica:
@@ -42,39 +48,46 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise if requests are not answered; Ray then replaces the replica."""
-        if (unhealthy_reason := self.runner.unhealthy_reason) is not None:
+        unhealthy_reason = self.runner.unhealthy_reason
+        if unhealthy_reason is not None:
             raise QuickbeamError(unhealthy_reason)
 
 
 def build(args: dict[str, Any]) -> serve.Application:
     """Return the application, for `serve run`, `serve build` or `serve.run`.
 
-    `args` are those of `LLM` and `SERVER`, which may be text: `settings` are those of
+    `args` are those of `LLM` and `SERVER_DEFAULTS`, which may be text: `settings` are those of
     `ServeSettings` without the address, `cpus` and `gpus` what Ray reserves for each replica,
     `threads` what it computes with. Raises `InvalidInput` for arguments that can't be used.
     """
-    options = {name: one.default for name, one in signature(LLM).parameters.items()} | SERVER
+    options = {name: param.default for name, param in signature(LLM).parameters.items()}
+    options.update(SERVER_DEFAULTS)
     if unknown := sorted(args.keys() - options.keys()):
         raise InvalidInput(f"unknown argument {unknown[0]!r}; known: {', '.join(options)}")
-    options |= {name: _value(given) for name, given in args.items()}
+    for name, value in args.items():
+        options[name] = _json_value(value)
     for name in ("replicas", "threads", "max_running"):
         if not isinstance(options[name], int) or options[name] < 1:
             raise InvalidInput(f"{name}={options[name]!r}: must be a number of at least 1")
-    own = {name: options.pop(name) for name in SERVER}
+    server = {name: options.pop(name) for name in SERVER_DEFAULTS}
     # Requests come through Ray's proxy, which may be reached under any name. This host turns off
     # the check of the Host header.
-    address = {"host": "0.0.0.0", "served_name": name_of(options["model"] or hub.DEFAULT)}
+    fields = {
+        "host": "0.0.0.0",
+        "served_name": name_of(options["model"] or hub.DEFAULT),
+        **server["settings"],
+    }
     try:
-        settings = ServeSettings(**{**address, **own["settings"]})
+        settings = ServeSettings(**fields)
     except TypeError as error:
         raise InvalidInput(f"settings: {error}") from error
     deployment = serve.deployment(
         name="quickbeam",
-        num_replicas=own["replicas"],
+        num_replicas=server["replicas"],
         ray_actor_options={
-            "num_cpus": own["cpus"],
-            "num_gpus": own["gpus"],
-            "runtime_env": environment(own["threads"]),
+            "num_cpus": server["cpus"],
+            "num_gpus": server["gpus"],
+            "runtime_env": environment(server["threads"]),
         },
         # beyond its limits the replica's own gate refuses requests
         max_ongoing_requests=options["max_running"] + settings.max_waiting,
@@ -82,15 +95,15 @@ def build(args: dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=settings.drain_timeout,
         max_constructor_retry_count=2,
     )(serve.ingress()(Replica))
-    return deployment.bind(options, {**address, **own["settings"]})
+    return deployment.bind(options, fields)
 
 
-def _value(given: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Return what a text stands for in JSON, such as a number; other texts as they are."""
     try:
-        return json.loads(given) if isinstance(given, str) else given
+        return json.loads(value) if isinstance(value, str) else value
     except ValueError:
-        return given
+        return value
 
 
 def run(
@@ -100,21 +113,20 @@ def run(
 
     Runs on the cluster that `RAY_ADDRESS` names, or here. Raises `InvalidInput` if it can't.
     """
-    given = {name: value for name, value in asdict(settings).items() if name != "port"}
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    # set after ray.init, which sets a handler of its own
+    fields = asdict(settings)
+    del fields["port"]
+    connect()
+    # set after that, as Ray sets a handler of its own
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         serve.start(http_options={"host": settings.host, "port": settings.port})
-        serve.run(build(options | {"settings": given}), name="quickbeam")
+        serve.run(build({**options, "settings": fields}), name="quickbeam")
         ready()
         threading.Event().wait()
     except KeyboardInterrupt:
         pass
     except RuntimeError as error:
-        raise InvalidInput(
-            f"Ray can't bring the server up: {str(error).strip().splitlines()[-1]}"
-        ) from error
+        raise InvalidInput(f"Ray can't bring the server up: {reason_of(error)}") from error
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import (
@@ -35,15 +34,14 @@ Few = Annotated[list[T], Field(max_length=256, fail_fast=True)]
 Many = Annotated[list[T], Field(max_length=4096, fail_fast=True)]
 Some = Annotated[list[T], Field(min_length=1, max_length=4096, fail_fast=True)]
 Ids = Annotated[list[int], Field(max_length=2**20, fail_fast=True)]
-LETTERS = 8192  # the most characters of all stop strings, and of all bad words
-
-
+MAX_LETTERS = 8192  # of all stop strings, and of all bad words
 CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")  # here prefixes are cached unasked
 
 
 def _integer(value: Any) -> Any:
-    exact = isinstance(value, float) and value.is_integer() and abs(value) <= 2**53
-    return int(value) if exact else value
+    """Return a number without a fraction as an integer, other values as they are."""
+    is_exact = isinstance(value, float) and value.is_integer() and abs(value) <= 2**53
+    return int(value) if is_exact else value
 
 
 def refuse(what: str, param: str | None = None) -> PydanticCustomError:
@@ -57,9 +55,10 @@ def text_part(*kinds: str) -> BeforeValidator:
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind not in kinds:
-            known = " or ".join(map(repr, kinds))
-            what = f"content part of type {kind!r}: give parts of type {known}, as {TEXT_ALONE}"
-            raise refuse(what)
+            accepted = " or ".join(repr(each) for each in kinds)
+            raise refuse(
+                f"content part of type {kind!r}: give parts of type {accepted}, as {TEXT_ALONE}"
+            )
         return value
 
     return BeforeValidator(check)
@@ -68,7 +67,7 @@ def text_part(*kinds: str) -> BeforeValidator:
 class Body(BaseModel):
     """An object in a request. Unknown fields are refused, and types are not converted.
 
-    But a number without a fraction is an integer, as JSON does not tell 16.0 from 16.
+    A number without a fraction is an integer, as JSON does not tell 16.0 from 16.
     """
 
     model_config = ConfigDict(
@@ -81,12 +80,15 @@ class Body(BaseModel):
         """Leave out nulls and marks for other servers' caches, and take 16.0 as 16."""
         if not isinstance(body, dict):
             return body
-        given = {name: value for name, value in body.items() if name not in CACHE_MARKS}
-        return {name: _integer(value) for name, value in given.items() if value is not None}
+        return {
+            name: _integer(value)
+            for name, value in body.items()
+            if value is not None and name not in CACHE_MARKS
+        }
 
 
 class LenientBody(Body):
-    """A part of an answer, as clients send it back, with fields of their own, which are dropped."""
+    """A part of an answer, as clients send it back. Fields of their own are left out."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -98,8 +100,8 @@ class Root(Body):
 
 
 def _short(value: Any) -> Any:
-    if sum(map(len, value)) > LETTERS:
-        raise refuse(f"more than {LETTERS} characters in all, the most that there may be")
+    if sum(len(text) for text in value) > MAX_LETTERS:
+        raise refuse(f"more than {MAX_LETTERS} characters in all, the most that there may be")
     return value
 
 
@@ -130,14 +132,14 @@ Choice = Some[Annotated[str, Field(min_length=1)]]
 
 
 def any_object(_: object) -> Grammar:
+    """Return the grammar of an answer that is any JSON object."""
     return Grammar.json_object()
 
 
 def one_of(texts: list[str]) -> Grammar:
     """Return the grammar of an answer that is one of these texts."""
-    return Grammar.lark(
-        f"start: {' | '.join(json.dumps(one, ensure_ascii=False) for one in texts)}"
-    )
+    choices = [json.dumps(text, ensure_ascii=False) for text in texts]
+    return Grammar.lark(f"start: {' | '.join(choices)}")
 
 
 # grammars by vLLM's names
@@ -178,10 +180,10 @@ class BaseRequest(Root):
     """The fields that all requests for text share."""
 
     prompt_field: ClassVar[str] = "prompt"
-    # fields that may limit the answer's length (the first that is given counts), and the limit if
-    # none does (None: as long as there is room)
+    # fields that may limit the answer's length; the first that is given counts
     length_fields: ClassVar[tuple[str, ...]] = ("max_tokens",)
-    length: ClassVar[int | None] = None
+    # the limit where none is given; None: as long as the context allows
+    default_length: ClassVar[int | None] = None
 
     stream: bool | None = None
     temperature: float | None = None
@@ -244,9 +246,13 @@ class BaseRequest(Root):
 
     @model_validator(mode="after")
     def _has_one_grammar(self) -> Self:
-        if len(given := self.grammars) > 1:
-            what = f"given with {given[0].param}, but an answer keeps to one grammar: give one of"
-            raise refuse(f"{what} them", given[1].param)
+        grammars = self.grammars
+        if len(grammars) > 1:
+            first, second, *_ = grammars
+            raise refuse(
+                f"given with {first.param}, but an answer keeps to one grammar: give one of them",
+                second.param,
+            )
         self.ignore_unless("service_tier", self.service_tier, "auto", "default")
         self.ignore_unless("moderation", self.moderation)
         return self
@@ -254,34 +260,41 @@ class BaseRequest(Root):
     @property
     def grammars(self) -> list[GrammarField]:
         """What the answer has to follow; after validation, at most one."""
-        vllm = self.structured_outputs.model_dump(by_alias=True) if self.structured_outputs else {}
-        given = [GrammarField("regex", Grammar.regex, self.regex)]
-        given.append(GrammarField("lark", Grammar.lark, self.lark))
+        structured: dict[str, Any] = {}
+        if self.structured_outputs is not None:
+            structured = self.structured_outputs.model_dump(by_alias=True)
+        fields = [
+            GrammarField("regex", Grammar.regex, self.regex),
+            GrammarField("lark", Grammar.lark, self.lark),
+        ]
         for name, make in VLLM_KINDS.items():
             guided = f"guided_{name}"
-            given.append(GrammarField(guided, make, getattr(self, guided, None)))
-            given.append(GrammarField(f"structured_outputs.{name}", make, vllm.get(name) or None))
-        return [one for one in given if one.value is not None]
+            fields.append(GrammarField(guided, make, getattr(self, guided, None)))
+            value = structured.get(name) or None
+            fields.append(GrammarField(f"structured_outputs.{name}", make, value))
+        return [field for field in fields if field.value is not None]
 
     @property
     def length_limit(self) -> tuple[str, int | None]:
         """The name of the field that limits the answer's length, and the limit in tokens."""
-        given = ((name, getattr(self, name)) for name in self.length_fields)
-        limits = (one for one in given if one[1] is not None)
-        return next(limits, (self.length_fields[0], self.length))
+        for name in self.length_fields:
+            limit = getattr(self, name)
+            if limit is not None:
+                return name, limit
+        return self.length_fields[0], self.default_length
 
     @property
-    def count(self) -> int:
+    def prompt_count(self) -> int:
         """The number of prompts."""
         return 1
 
     @property
-    def scores(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """`SamplingParams.logprobs`."""
         raise NotImplementedError
 
     @property
-    def prompt_scores(self) -> int | None:
+    def num_prompt_logprobs(self) -> int | None:
         """`SamplingParams.prompt_logprobs`."""
         return None
 
@@ -303,14 +316,24 @@ class JsonSchema(Body):
 
 
 def format_grammars(
-    param: str, given: PlainFormat | JsonSchema | Schema | None
+    param: str, response_format: PlainFormat | JsonSchema | Schema | None
 ) -> list[GrammarField]:
     """Return the grammar of a response format; none if any text will do."""
-    form = given.json_schema if isinstance(given, JsonSchema) else given
-    if isinstance(form, Schema):
-        make = partial(Grammar.json_schema, strict=bool(form.strict))
-        return [GrammarField(param, make, form.schema_)]
-    return [GrammarField(param, any_object, True)] if form and form.type != "text" else []
+    if response_format is None:
+        return []
+    if isinstance(response_format, PlainFormat):
+        is_text = response_format.type == "text"
+        return [] if is_text else [GrammarField(param, any_object, True)]
+    schema = response_format
+    if isinstance(schema, JsonSchema):
+        schema = schema.json_schema
+    make = strict_schema if schema.strict else Grammar.json_schema
+    return [GrammarField(param, make, schema.schema_)]
+
+
+def strict_schema(schema: dict[str, Any]) -> Grammar:
+    """Return a schema's grammar. Raises `InvalidInput` for what answers can't be held to."""
+    return Grammar.json_schema(schema, strict=True)
 
 
 ResponseFormat = Annotated[PlainFormat | JsonSchema, Field(discriminator="type")]

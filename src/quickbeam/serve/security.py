@@ -21,25 +21,26 @@ from quickbeam.serve.settings import ServeSettings
 
 OPEN = ("/", "/health")  # paths that need no key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names of this machine
-KEY = "a key is needed, as Authorization: Bearer KEY, and this one is not known or missing"
-# of bodies, and whether they are compressed
-CODINGS = {"": False, "identity": False, "gzip": True, "x-gzip": True, "deflate": True}
-READING = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
+NO_KEY = "a key is needed, as Authorization: Bearer KEY, and this one is not known or missing"
+# encodings of bodies, and whether they compress
+ENCODINGS = {"": False, "identity": False, "gzip": True, "x-gzip": True, "deflate": True}
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # that change nothing
 
 
 class Guard:
     """An ASGI middleware that lets through what the settings allow.
 
-    With API keys it requires one of them. Without, it refuses web pages of others, whose own name
-    may be made to point to this machine. It refuses bodies that are too large or too slow, and
-    decompresses the others. HEAD is answered as GET, and a whole URL or a slash at the end of a
-    path as the plain path. `TENANT` becomes the key's hash or the client's address.
+    With API keys it requires one of them. Without keys, it refuses web pages of other sites, whose
+    name may be made to point to this machine. It refuses bodies that are too large or too slow, and
+    decompresses the others. HEAD is answered as GET. A URL, or a slash at the end of a path, is
+    answered as the plain path. `TENANT` becomes the key's hash or the client's address.
     """
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
-        self._app, self._settings = app, settings
-        self._keys = [sha256(key.encode()).digest() for key in settings.api_keys]
-        self._most = parse_bytes(settings.max_body, "max_body")
+        self._app = app
+        self._settings = settings
+        self._key_hashes = [sha256(key.encode()).digest() for key in settings.api_keys]
+        self._max_body = parse_bytes(settings.max_body, "max_body")
         self._open = OPEN if settings.protect_metrics else (*OPEN, "/metrics")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,71 +48,94 @@ class Guard:
             await self._app(scope, receive, send)
             return
         scope = _plain(scope)
-        headers, client = Headers(scope=scope), scope.get("client")
+        headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        if self._keys:
-            # all are compared, by hashes of equal length, so that it takes the same time for any
-            same = [hmac.compare_digest(digest, one) for one in self._keys]
-            known = any(same) and scheme.lower() == "bearer"
-            allowed = known or scope["path"] in self._open
-            error = None if allowed else Refused(KEY, code="invalid_api_key")
+        key_hash = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        encoding = headers.get("content-encoding", "").strip().lower()
+        error: Refused | None
+        if self._key_hashes:
+            error = self._wrong_key(scope["path"], scheme, key_hash)
         else:
             error = self._foreign_page(headers, scope["method"])
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and (len(length) > 18 or int(length) > self._most):
-            error = error or self._too_large()
-        coding = headers.get("content-encoding", "").strip().lower()
-        if coding not in CODINGS:
-            why = "the body's Content-Encoding is not known here: send gzip, deflate or none"
-            error = error or Refused(why, code="unsupported_encoding")
+        error = error or self._wrong_body(headers.get("content-length", "0"), encoding)
         if error is not None:
             await response(error)(scope, receive, send)
             return
-        TENANT.set(digest if self._keys else client and client[0])
+        client = scope.get("client")
+        TENANT.set(key_hash if self._key_hashes else client and client[0])
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         receive = self._limited(receive)
-        if CODINGS[coding]:
+        if ENCODINGS[encoding]:
             receive = self._decompressed(receive)
         await self._app({**scope, "method": method}, receive, send)
 
+    def _wrong_key(self, path: str, scheme: str, key_hash: bytes) -> Refused | None:
+        """Return the error for a request with a wrong key; None if it is let in."""
+        # all are compared, by hashes of equal length, so that it takes the same time for any
+        equal = [hmac.compare_digest(key_hash, accepted) for accepted in self._key_hashes]
+        if (any(equal) and scheme.lower() == "bearer") or path in self._open:
+            return None
+        return Refused(NO_KEY, code="invalid_api_key")
+
+    def _wrong_body(self, length: str, encoding: str) -> Refused | None:
+        """Return the error for a body by its headers; None if it may be read."""
+        if length.isdecimal() and (len(length) > 18 or int(length) > self._max_body):
+            return self._too_large()
+        if encoding not in ENCODINGS:
+            return Refused(
+                "the body's Content-Encoding is not known here: send gzip, deflate or none",
+                code="unsupported_encoding",
+            )
+        return None
+
     def _foreign_page(self, headers: Headers, method: str) -> Refused | None:
+        """Return the error for a request that another site's page sends; None if it is let in."""
         settings = self._settings
-        host, origin = headers.get("host", "").lower(), headers.get("origin")
+        host = headers.get("host", "").lower()
         if settings.loopback:
             name, _ = _split(host)
-            hosts = (*LOOPBACK, settings.host, *settings.allowed_hosts)
+            accepted = (*LOOPBACK, settings.host, *settings.allowed_hosts)
             # without any it is no browser but, say, a load balancer that asks for /health
-            if host and not any(fnmatchcase(name, one.lower()) for one in hosts):
-                why = f"this server is not asked by the name {name[:100]!r}: use localhost, or"
-                return Refused(f"{why} have it started with --allowed-host", code="unknown_host")
-        allowed = settings.cors_origins
-        if origin is None or method in READING or "*" in allowed:
+            if host and not any(fnmatchcase(name, pattern.lower()) for pattern in accepted):
+                return Refused(
+                    f"this server is not asked by the name {name[:100]!r}: use localhost, or have "
+                    "it started with --allowed-host",
+                    code="unknown_host",
+                )
+        origin = headers.get("origin")
+        if origin is None or method in SAFE_METHODS or "*" in settings.cors_origins:
             return None
-        if origin not in allowed and _split(origin)[1] != host:
-            why = f"web pages of {origin[:100]!r} may not ask"
-            why += ": have the server started with --cors-origin"
-            return Refused(why, code="unknown_origin")
+        if origin not in settings.cors_origins and _split(origin)[1] != host:
+            return Refused(
+                f"web pages of {origin[:100]!r} may not ask: have the server started with "
+                "--cors-origin",
+                code="unknown_origin",
+            )
         return None
 
     def _limited(self, receive: Receive) -> Receive:
         """Return a `receive` that ends with the limits of size, which is counted, and of time."""
-        settings, seen, complete = self._settings, 0, False
-        deadline = asyncio.get_running_loop().time() + settings.read_timeout
+        limit = self._settings.read_timeout
+        deadline = asyncio.get_running_loop().time() + limit
+        seen = 0  # bytes
+        complete = False
 
         async def counted() -> Message:
             nonlocal seen, complete
             if complete:  # what comes next is that the client leaves
                 return await receive()
+            remaining = deadline - asyncio.get_running_loop().time()
             try:
-                with anyio.fail_after(max(deadline - asyncio.get_running_loop().time(), 0.001)):
+                with anyio.fail_after(max(remaining, 0.001)):
                     message = await receive()
             except TimeoutError:
-                why = f"the request's body took longer than {settings.read_timeout:g} seconds"
-                raise Refused(f"{why} to arrive", code="request_timeout") from None
+                raise Refused(
+                    f"the request's body took longer than {limit:g} seconds to arrive",
+                    code="request_timeout",
+                ) from None
             seen += len(message.get("body", b""))
             complete = not message.get("more_body", False)
-            if seen > self._most:
+            if seen > self._max_body:
                 raise self._too_large()
             return message
 
@@ -120,7 +144,8 @@ class Guard:
     def _decompressed(self, receive: Receive) -> Receive:
         """Return a `receive` that decompresses a body, to no more than the limit of size."""
         decoder = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip's header or zlib's
-        size, complete = 0, False
+        size = 0  # bytes, decompressed
+        complete = False
 
         async def decompressed() -> Message:
             nonlocal size, complete
@@ -129,11 +154,11 @@ class Guard:
                 return message
             complete = not message.get("more_body", False)
             try:
-                body = decoder.decompress(message.get("body", b""), self._most - size + 1)
+                body = decoder.decompress(message.get("body", b""), self._max_body - size + 1)
             except zlib.error as error:
                 raise Refused(f"the body can't be decompressed: {error}") from None
             size += len(body)
-            if size > self._most:
+            if size > self._max_body:
                 raise self._too_large()
             if decoder.unused_data or (complete and not decoder.eof):
                 raise Refused("the body can't be decompressed: it is cut short or goes on")
@@ -142,19 +167,24 @@ class Guard:
         return decompressed
 
     def _too_large(self) -> Refused:
-        most = f"{self._most} bytes, this server's limit"
-        return Refused(f"the request's body is larger than {most}", code="body_too_large")
+        return Refused(
+            f"the request's body is larger than {self._max_body} bytes, this server's limit",
+            code="body_too_large",
+        )
 
 
 def _plain(scope: Scope) -> Scope:
-    """Return a request's scope with its path alone where it names a whole URL, as to a proxy.
+    """Return a request's scope with its path alone where it names a URL, as to a proxy.
 
-    The URL's host then stands in for the header (RFC 9112, 3.2.2). A slash at the path's end goes.
+    The URL's host then stands in for the header (RFC 9112, 3.2.2). A slash at the path's end is
+    removed.
     """
-    path, headers = scope["path"], scope["headers"]
-    if url := re.match("https?://([^/]*)", path, re.IGNORECASE):
+    path = scope["path"]
+    headers = scope["headers"]
+    url = re.match("https?://([^/]*)", path, re.IGNORECASE)
+    if url is not None:
         path = path[url.end() :]
-        others = [pair for pair in headers if pair[0] != b"host"]
+        others = [(name, value) for name, value in headers if name != b"host"]
         headers = [(b"host", url[1].encode("latin-1", "replace")), *others]
     return {**scope, "path": path.rstrip("/") or "/", "headers": headers}
 

@@ -19,7 +19,8 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 from quickbeam.serve.app import create_app
-from quickbeam.serve.runner import Runner, fingerprint_of
+from quickbeam.serve.fingerprint import fingerprint_of
+from quickbeam.serve.runner import Runner
 
 SHUTDOWN_SECONDS = 5  # to send responses after their answers are over
 BACKLOG = 1024  # connections that the operating system may queue

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -20,8 +19,7 @@ from quickbeam.serve.calls import (
     ToolFormat,
 )
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import NamedTool, Tool, ToolMode
-from quickbeam.serve.schemas import GrammarField
+from quickbeam.serve.tool_fields import NamedTool, Tool, ToolRequest
 
 # schema of a call's arguments, without free white space, which a weak model could write endlessly
 OBJECT = {
@@ -29,7 +27,7 @@ OBJECT = {
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
 }
 NO_ARGUMENTS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
-TOKENS_OF_MARK = 8  # at the end of a prompt, where the mark of a thought may stand
+MARK_TOKENS = 8  # at the end of a prompt, where the mark of a thought may stand
 # llguidance tells JSON and a call that begin alike apart if both have the same terminals
 JSON_TERMINALS = r'"[^"]*"|[{}\[\]]|[,:] '
 
@@ -46,27 +44,36 @@ def tool_format(tokenizer: Any) -> ToolFormat:
             "that was trained to call them",
             "tools",
         )
-    known = None  # by words in the template
-    if "<tool_call>" in template and "<function=" not in template and '"arguments"' in template:
-        known = HERMES
-    elif "[TOOL_CALLS]" in template and "[CALL_ID]" in template:
-        known = MISTRAL_NAMED._replace(syntax=None)  # a grammar can't make up ids
-    elif "[TOOL_CALLS]" in template:
-        known = MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
-    elif "<|start_header_id|>" in template and '"parameters"' in template:
-        known = LLAMA3
+    by_words = _format_by_words(template)
     spec = getattr(tokenizer, "response_template", None)
-    if field := spec and spec["fields"].get("tool_calls"):
-        marker = str(field.get("open") or field.get("open_pattern", "").replace("\\", ""))
-        short_ids = known is not None and known.short_ids
-        return ToolFormat(marker, known and known.syntax, short_ids=short_ids, field=field)
-    if known is None:
+    field = spec["fields"].get("tool_calls") if spec else None
+    if field:
+        return ToolFormat(
+            marker=str(field.get("open") or field.get("open_pattern", "").replace("\\", "")),
+            syntax=by_words.syntax if by_words else None,
+            short_ids=by_words is not None and by_words.short_ids,
+            field=field,
+        )
+    if by_words is None:
         raise Refused(
             "tools: this server does not know how this model's chat template writes calls; it "
             "knows Hermes and Qwen, Llama 3, Mistral, and tokenizers with a response_template",
             "tools",
         )
-    return known
+    return by_words
+
+
+def _format_by_words(template: str) -> ToolFormat | None:
+    """Return how a chat template writes calls by the words in it; None if they don't tell."""
+    if "<tool_call>" in template and "<function=" not in template and '"arguments"' in template:
+        return HERMES
+    if "[TOOL_CALLS]" in template:
+        if "[CALL_ID]" in template:
+            return MISTRAL_NAMED._replace(syntax=None)  # a grammar can't make up ids
+        return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
+    if "<|start_header_id|>" in template and '"parameters"' in template:
+        return LLAMA3
+    return None
 
 
 def forcing_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str:
@@ -74,7 +81,8 @@ def forcing_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, toke
 
     `several`: more than one. Raises `Refused` if it is not known how calls are written.
     """
-    if (syntax := form.syntax) is None:
+    syntax = form.syntax
+    if syntax is None:
         raise Refused(
             "tool_choice: this server reads this model's calls but can't force them: "
             "give auto or none",
@@ -91,18 +99,21 @@ def strict_grammar(
     None if it is not known how calls are written, or if they don't begin with an added token,
     because text and calls then can't be told apart while they are written.
     """
-    if (syntax := form.syntax) is None:
+    syntax = form.syntax
+    if syntax is None:
         return None
-    added, begin = tokenizer.get_added_vocab(), syntax.before + syntax.parts[0]
+    added = tokenizer.get_added_vocab()
+    begin = syntax.before + syntax.parts[0]
     marker = max((token for token in added if begin.startswith(token)), key=len, default=None)
     if marker is None:
         return None
-    # without a closing mark, text after the calls would be read as part of them
-    goes_on = form.close or not {"close", "close_pattern"}.isdisjoint(form.field or ())
-    rest = f"(calls text){'*' if several else '?'}" if goes_on else "calls?"
+    has_close = form.close or not {"close", "close_pattern"}.isdisjoint(form.field or ())
+    after_text = "(calls text)*" if several else "(calls text)?"
+    if not has_close:  # text after the calls would be read as part of them
+        after_text = "calls?"
     text = f"text: <[^{added[marker]}]>*"
     calls = _calls(syntax, _loosened(tools), several, tokenizer)
-    return f"start: text {rest}\n{text}\n{calls}"
+    return f"start: text {after_text}\n{text}\n{calls}"
 
 
 def answer_grammar(
@@ -118,7 +129,8 @@ def answer_grammar(
     `answer`: a JSON schema, of an answer without calls, that the request's `field` gives. Raises
     `Refused` if it is not known how calls are written.
     """
-    if (syntax := form.syntax) is None:
+    syntax = form.syntax
+    if syntax is None:
         raise Refused(
             f"{field}: this server reads this model's calls but can't write a grammar of them, so "
             "it can't hold an answer to a schema where a call may come instead: leave out "
@@ -132,27 +144,29 @@ def answer_grammar(
 
 def _loosened(tools: Sequence[Tool]) -> list[Tool]:
     """Return tools of which only the `strict` ones have a schema."""
-    loose = [tool.model_copy(deep=True) for tool in tools]
-    for tool in loose:
+    copies = [tool.model_copy(deep=True) for tool in tools]
+    for tool in copies:
         if not tool.function.strict:
             tool.function.parameters = {"type": "object"}
-    return loose
+    return copies
 
 
 def _calls(syntax: CallSyntax, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str:
     """Return the rule `calls` and the rules that it needs."""
-    terminals = partial(_terminals, tokenizer=tokenizer)
+    added: dict[str, int] = tokenizer.get_added_vocab()
     begin, middle, end = syntax.parts
     more = ""
     if several and syntax.between is not None:
-        more = f" ({terminals(syntax.between)} call)*"
+        more = f" ({_terminals(syntax.between, added)} call)*"
+    before = _terminals(syntax.before, added)
+    after = _terminals(syntax.after, added)
     rules = [
-        f"calls: {terminals(syntax.before)} call{more} {terminals(syntax.after)}",
+        f"calls: {before} call{more} {after}",
         f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}",
     ]
     for i, tool in enumerate(tools):
-        opening = terminals(begin + tool.function.name + middle)
-        rules.append(f"call{i}: {opening} arguments{i} {terminals(end)}")
+        opening = _terminals(begin + tool.function.name + middle, added)
+        rules.append(f"call{i}: {opening} arguments{i} {_terminals(end, added)}")
         rules.append(f"arguments{i}: %json {arguments_grammar(tool).text}")
     return "\n".join([*rules, ""])
 
@@ -162,10 +176,9 @@ def arguments_grammar(tool: Tool) -> Grammar:
     return Grammar.json_schema({**OBJECT, **(tool.function.parameters or NO_ARGUMENTS)})
 
 
-def _terminals(text: str, tokenizer: Any) -> str:
+def _terminals(text: str, added: Mapping[str, int]) -> str:
     """Return text as terminals of a grammar: added tokens by their ids, others as characters."""
-    added: dict[str, int] = tokenizer.get_added_vocab()
-    tokens = map(re.escape, sorted(added, key=len, reverse=True))
+    tokens = [re.escape(token) for token in sorted(added, key=len, reverse=True)]
     parts = re.split(f"({'|'.join([*tokens, JSON_TERMINALS])})", text)
     return " ".join(
         f"<[{added[part]}]>" if part in added else json.dumps(part) for part in parts if part
@@ -173,17 +186,25 @@ def _terminals(text: str, tokenizer: Any) -> str:
 
 
 class ToolUse(NamedTuple):
-    """What a request asks for in tool calls. Without a `form`, its answers hold none."""
+    """What a request asks for in tool calls. Without a `form`, its answers hold none.
+
+    - `tools`: those that the model is shown.
+    - `several`: whether an answer may hold more than one call.
+    - `grammar`: forces calls, or makes them follow schemas; None: neither.
+    - `keeps_special`: whether calls can only be found if special tokens stay in the text.
+    - `ignored`: notes for `BaseRequest.ignore`.
+    - `schemas`: those that are parts of `grammar`, by the fields that give them.
+    - `either`: whether, by the grammar, an answer is calls or a text, not both.
+    """
 
     form: ToolFormat | None = None
-    tools: Sequence[Tool] = ()  # that the model is shown
+    tools: Sequence[Tool] = ()
     several: bool = True
-    grammar: Grammar | None = None  # forces calls, or makes them follow schemas; None: neither
-    keeps_special: bool = False  # calls can only be found if special tokens stay in the text
-    ignored: Sequence[str] = ()  # notes for `BaseRequest.ignore`
-    # of the parts of `grammar`, by the fields that give them
+    grammar: Grammar | None = None
+    keeps_special: bool = False
+    ignored: Sequence[str] = ()
     schemas: Mapping[str, Grammar] = {}
-    either: bool = False  # by the grammar, an answer is calls or a text, not both
+    either: bool = False
 
     def parser(self, prompt: Sequence[int], tokenizer: Any) -> ToolCallParser:
         """Return a parser of calls for one answer to a prompt, given as token ids."""
@@ -191,40 +212,42 @@ class ToolUse(NamedTuple):
         return ToolCallParser(self.form, self.tools, self.several, thinking, self.either)
 
 
+NO_TOOLS = ToolUse()
+
+
 def opens_thought(prompt: Sequence[int], tokenizer: Any) -> bool:
     """Whether a prompt ends with the mark that begins a thought, so that its answer is one."""
-    end = str(tokenizer.decode(prompt[-TOKENS_OF_MARK:]))
+    end = str(tokenizer.decode(prompt[-MARK_TOKENS:]))
     return end.rstrip().endswith(("<think>", "[THINK]"))
 
 
-def tool_use(
-    tools: list[Tool] | None,
-    choice: ToolMode | NamedTool | None,
-    several: bool | None,
-    grammars: Sequence[GrammarField],
-    tokenizer: Any,
-) -> ToolUse:
+def tool_use(request: ToolRequest, tokenizer: Any) -> ToolUse:
     """Return what a request's fields about tools ask for. Raises `Refused` for what can't be.
 
-    `grammars`: what an answer without calls has to follow, at most one, of a kind that
-    `check_tools` accepts. Takes seconds the first time, where transformers reads the calls.
+    Takes seconds the first time, where transformers reads the calls.
     """
+    tools = request.shown_tools
+    choice = request.choice
     if not tools or choice == "none":
-        return ToolUse()
+        return NO_TOOLS
     form = tool_format(tokenizer)
     if form.field is not None:
         import_module("transformers.utils.chat_parsing")
-    special = any(token and token in form.marker for token in tokenizer.all_special_tokens)
-    ignored = list[str]()
     schemas = dict[str, Grammar]()
+    ignored = list[str]()
+    lark = None
+    held = list[int]()  # the numbers of the tools whose calls are held to their schemas
+    either = False
     if choice in (None, "auto"):
-        several = several is not False
-        lark = None
+        several = request.parallel_tool_calls is not False
         held = [i for i, tool in enumerate(tools) if tool.function.strict]
-        if grammars:
-            field, make, value = grammars[0]
-            schemas[field] = make(value)
-            lark = answer_grammar(form, tools, several, tokenizer, field, schemas[field])
+        grammars = request.grammars
+        if grammars:  # one, which `check_tools` accepts
+            param, make, value = grammars[0]
+            answer = make(value)
+            schemas[param] = answer
+            lark = answer_grammar(form, tools, several, tokenizer, param, answer)
+            either = True
         elif held:
             lark = strict_grammar(form, tools, several, tokenizer)
             if lark is None:  # calls keep to schemas only where they are forced
@@ -233,31 +256,39 @@ def tool_use(
         name = choice.function.name if isinstance(choice, NamedTool) else None
         held = [i for i, tool in enumerate(tools) if name in (None, tool.function.name)]
         # Several only if asked for: a model may not know when to end what a grammar lets go on.
-        several = several is True and choice == "required"
+        several = request.parallel_tool_calls is True and choice == "required"
         lark = forcing_grammar(form, [tools[i] for i in held], several, tokenizer)
-    if lark is None:
-        return ToolUse(form, tools, several, None, special, ignored)
-    schemas |= _argument_schemas(tools, held)
-    for field, schema in schemas.items():
-        ignored += [f"{field.partition(' ')[0]} ({note})" for note in schema.left_out]
-    grammar = Grammar.lark(lark)
-    either = bool(grammars) and choice in (None, "auto")
-    return ToolUse(form, tools, several, grammar, special, ignored, schemas, either)
+    if lark is not None:
+        schemas |= _argument_schemas(tools, held)
+        for field, schema in schemas.items():
+            ignored += [f"{field.partition(' ')[0]} ({note})" for note in schema.left_out]
+    return ToolUse(
+        form=form,
+        tools=tools,
+        several=several,
+        grammar=None if lark is None else Grammar.lark(lark),
+        keeps_special=any(mark and mark in form.marker for mark in tokenizer.all_special_tokens),
+        ignored=ignored,
+        schemas=schemas,
+        either=either,
+    )
 
 
-def _argument_schemas(tools: Sequence[Tool], held: Sequence[int]) -> dict[str, Grammar]:
-    """Return the schemas of the tools numbered `held`, by their fields and the tools' names.
+def _argument_schemas(tools: Sequence[Tool], numbers: Sequence[int]) -> dict[str, Grammar]:
+    """Return the schemas of the tools with these numbers, by their fields and the tools' names.
 
     Raises `Refused` if a strict tool's calls can't be held to all of its schema.
     """
     schemas = dict[str, Grammar]()
-    for i in held:
-        place, function = f"tools[{i}].function.parameters", tools[i].function
-        own = schemas[f"{place} ({function.name})"] = arguments_grammar(tools[i])
-        if own.left_out and function.strict:
+    for i in numbers:
+        function = tools[i].function
+        field = f"tools[{i}].function.parameters"
+        schema = arguments_grammar(tools[i])
+        schemas[f"{field} ({function.name})"] = schema
+        if schema.left_out and function.strict:
             raise Refused(
-                f"{place} ({function.name}): {', '.join(own.left_out)}: calls can't be held to it: "
-                "leave it out, or leave out strict",
-                place,
+                f"{field} ({function.name}): {', '.join(schema.left_out)}: calls can't be held to "
+                "it: leave it out, or leave out strict",
+                field,
             )
     return schemas

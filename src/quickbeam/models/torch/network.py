@@ -28,6 +28,7 @@ from quickbeam.models.torch.feed_forward import (
     GroupedProduct,
     ParallelExpertsLayer,
 )
+from quickbeam.models.torch.packed_weight import PackedProduct
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.parts import ACTIVATIONS, Product, Reader, soft_cap
 from quickbeam.models.torch.recurrent import recurrent_layer
@@ -35,7 +36,7 @@ from quickbeam.models.torch.rows import PassRows
 from quickbeam.models.torch.states import State
 from quickbeam.models.weights.parameters import Parameters
 
-PRODUCTS = (Product, GroupedProduct)
+PRODUCTS = (Product, GroupedProduct, PackedProduct)
 
 
 class Embedding(nn.Module):
@@ -260,15 +261,20 @@ class Block(nn.Module):
 class LayerStack(nn.Module):
     """The layers of a `Stack` and its last norm, with their weights on `device`.
 
-    `parameters` are released as they are read.
+    `parameters` are released as they are read. `packed`: weights of 4 bits stay packed.
     """
 
     def __init__(
-        self, parameters: Parameters, stack: Stack, device: torch.device, dtype: torch.dtype
+        self,
+        parameters: Parameters,
+        stack: Stack,
+        device: torch.device,
+        dtype: torch.dtype,
+        packed: bool = False,
     ) -> None:
         super().__init__()
         self.stack = stack
-        reader = Reader(parameters, device, dtype)
+        reader = Reader(parameters, device, dtype, packed)
         self.fusion: nn.Module | None = None
         if stack.fusion is not None:
             self.fusion = FusionLayer(stack.fusion, reader)
@@ -329,10 +335,15 @@ class Network(LayerStack):
     """A whole `Stack`: embedding, layers and head."""
 
     def __init__(
-        self, parameters: Parameters, stack: Stack, device: torch.device, dtype: torch.dtype
+        self,
+        parameters: Parameters,
+        stack: Stack,
+        device: torch.device,
+        dtype: torch.dtype,
+        packed: bool = False,
     ) -> None:
-        reader = Reader(parameters, device, dtype)
-        super().__init__(parameters, stack, device, dtype)
+        reader = Reader(parameters, device, dtype, packed)
+        super().__init__(parameters, stack, device, dtype, packed)
         self.embedding = Embedding(reader.table(stack.embedding), stack.scale)
         self.positions: nn.Parameter | None = None
         if stack.positions is not None:
@@ -341,7 +352,7 @@ class Network(LayerStack):
         if stack.per_layer is not None:
             self.per_layer = PerLayerEmbeddings(stack.per_layer, len(stack.layers), reader)
         self.embedding_norm = reader.norm(stack.embedding_norm)
-        self.head = reader.product(stack.head)
+        self.head = reader.dense_product(stack.head)
         if torch.equal(self.head.weight, self.embedding.weight):  # one tensor in the checkpoint
             self.head.weight = self.embedding.weight
         parameters.release(stack.inside, None)
