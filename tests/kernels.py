@@ -105,8 +105,7 @@ def write(kernels, shape, keys, values, rows):
     rest_of = program.given("rest", rest[0].numel(), True)
     small_of = program.given("small", 0, True)
     both = program.given("query", heads * dim, True), program.given("sorted", 0)
-    of_key = dict(key=rest_of.index, key_stride=rest_of.width, value=small_of.index)
-    program.add(library.LATENT, *both, **of_key, heads=heads, **shape.fields(0))
+    program.latent(*both, rest_of, small_of, 0, heads, shape, 0)
     given = {"query": query, "rest": rest, "small": small}
     program.run(rows, {**given, "sorted": query.to(torch.bfloat16)})
 

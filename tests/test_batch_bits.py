@@ -197,15 +197,15 @@ def early(self, page):
     page.users -= 1
     if not page.users:
         self.used -= 1
-    self._unused.append(page)
+    self._free_pages.append(page)
 
 
 @needs_kernels
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        (PagedStore, "_shared", lambda self: []),  # writes a page that others hold
-        (PagedStore, "_shared", all_but_the_last),
+        (PagedStore, "_pages_to_copy", lambda self: []),  # writes a page that others hold
+        (PagedStore, "_pages_to_copy", all_but_the_last),
         (PagePool, "leave", early),  # gives a page away that others hold
     ],
     ids=["never copied", "the last not copied", "given away early"],

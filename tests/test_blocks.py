@@ -157,7 +157,7 @@ def test_weights_of_several_formats_are_one_product(isa):
     parts = [blocks("q5_0", 40, 512), blocks("q6_k", 24, 512), blocks("q8_0", 24, 512)]
     bias = torch.randn(88, generator=torch.Generator().manual_seed(2))
     pack = Packer(kernels, BFLOAT16)
-    packed = pack.pack(parts, bias, place=torch.zeros(pack.size(parts), dtype=torch.uint8))
+    packed = pack.pack(parts, bias, memory=torch.zeros(pack.size(parts), dtype=torch.uint8))
     alone = [run(isa, pack.pack([part]), len(part), x) for part in parts]
     assert torch.equal(run(isa, packed, 88, x), torch.cat(alone, 1) + bias)
     dense = numbers(88, 512).mul(0.05)
@@ -206,12 +206,12 @@ def test_inputs_in_another_order(isa, name):
     back[:, order.long()] = by_package(rows)
     assert torch.equal(packed.dense(), back) and torch.equal(dense_rows(kernels, ordered), back)
     pack = Packer(kernels, BFLOAT16)
-    assert pack.together([ordered, ordered]) and not pack.together([ordered, rows])
+    assert pack.have_one_layout([ordered, ordered]) and not pack.have_one_layout([ordered, rows])
     both = pack.pack([ordered, rows])
     apart = torch.cat([run(isa, packed, 48, x), run(isa, plain, 48, x)], 1)
     assert torch.equal(run(isa, both, 96, x), apart)
     program = Program(kernels)
-    program.chosen(packed, program.given("x", 256), program.given("y", 16, True))
+    program.selected_blocks(packed, program.given("x", 256), program.given("y", 16, True))
     program.set(len(program.ops) - 1, target_stride=16)
     y = torch.zeros(5, 16)
     program.run(plain_rows(5), {"x": x, "y": y}, blocks=np.array([1]))

@@ -137,7 +137,7 @@ def test_edited_configurations_are_read_as_transformers_reads_them(
     how: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}
     right = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **how)
     checkpoint = Checkpoint(tmp_path, torch.float32)
-    ours = logits_of(NativeModel(checkpoint, checkpoint.stack), IDS.tolist())
+    ours = logits_of(NativeModel(checkpoint, checkpoint.stack, library.kernels()), IDS.tolist())
     theirs = right(IDS[None]).logits[0]
     assert (ours - theirs).abs().max() < 5e-4 * theirs.abs().max()
 
@@ -217,10 +217,13 @@ def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(isa, tmp_path, nati
     exact, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16))
     for name in right:
         assert torch.equal(dense_rows(kernels, blocks(name)), exact(name).transpose(1, 2)), name
-    right, near = (logits_of(NativeModel(one, one.stack), IDS.tolist()) for one in (exact, blocks))
+    right, near = (
+        logits_of(NativeModel(one, one.stack, library.kernels()), IDS.tolist())
+        for one in (exact, blocks)
+    )
     # rows have 8 bits before they meet the blocks, and some choose other experts by that
     assert (near - right).abs().median() < 0.1 * right.abs().median()
-    model = NativeModel(blocks, blocks.stack)
+    model = NativeModel(blocks, blocks.stack, library.kernels())
     params = SamplingParams(max_tokens=9, temperature=0.8, seed=5)
     plain = conversation(model, params, IDS.tolist(), [[]])
     drafts_change_nothing(model, policies(torch.bfloat16), params, plain)
@@ -260,7 +263,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
 
 def logits_in(folder):
     checkpoint = Checkpoint(folder, None)
-    return logits_of(NativeModel(checkpoint, checkpoint.stack), IDS.tolist())
+    return logits_of(NativeModel(checkpoint, checkpoint.stack, library.kernels()), IDS.tolist())
 
 
 def language_part(name):

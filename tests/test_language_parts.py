@@ -59,7 +59,7 @@ def made(kind):
 
 def logits_of(folder):
     checkpoint = Checkpoint(folder, torch.float32)
-    return model_logits(NativeModel(checkpoint, checkpoint.stack), IDS.tolist())
+    return model_logits(NativeModel(checkpoint, checkpoint.stack, library.kernels()), IDS.tolist())
 
 
 # `make test` leaves out those whose text and names are as another's

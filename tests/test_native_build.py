@@ -40,7 +40,7 @@ def fresh(monkeypatch):
 
 
 def forget():
-    library._chosen.clear()
+    library._selected.clear()
     library._loaded.clear()
 
 

@@ -98,7 +98,7 @@ def test_a_product_and_what_comes_after_it(
     program = Program(kernels)
     place = program.given("best", 1)
     named = program.given("x", source.stride), program.given("y", target.stride, float32)
-    places = dict(of=of, column=column, gathered=gathered)
+    places = dict(source_column=of, column=column, gathered=gathered)
     places["best"] = place if epilogue == "best" else None
     program.linear(Packed(kernels, weights, bias, gated=gated), *named, what, **places)
     # where rows were gathered, others there are count for nothing
@@ -245,7 +245,7 @@ def test_a_norm(isa, n, width, weighted, floats, gather, of, column, seed):
     program = Program(kernels)
     given_x = program.given("x", source.stride, floats[0])
     given_y = program.given("y", target.stride, floats[1])
-    places = dict(width=width, of=of, column=column, gather=gather)
+    places = dict(width=width, source_column=of, column=column, gather=gather)
     program.norm(given_x, given_y, weight, 1e-5, **places)
     program.run(
         plain_rows(n, tuple(wanted) if gather else ()), {"x": source.whole, "y": target.whole}
@@ -514,8 +514,6 @@ def test_rows_of_a_block_are_convolved_with_those_before_them(isa, taps, group, 
     program = Program(kernels)
     given = [program.given(*one) for one in (("x", width, add), ("y", width, add))]
     key = program.given("shared", own, True)
-    how = dict(key=key, key_stride=own, key_head=own // 2, weight=base, inputs=width, heads=taps)
-    how |= dict(kv_heads=group, outputs=size, epilogue=library.ADD if add else library.STORE)
-    program.add(library.CONVOLVE, *given, **how)
+    program.convolve(*given, base, key, own // 2, group=group, block=size, add=add)
     program.run(plain_rows(blocks * size), {"x": x, "y": found, "shared": shared})
     within(found, right, 20 * SINGLE * right.abs() + 1e-5)

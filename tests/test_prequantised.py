@@ -233,7 +233,9 @@ def loaded(model, tensors):
 
 
 def logits(checkpoint, model=None):
-    return logits_of(model or NativeModel(checkpoint, checkpoint.stack), IDS.tolist())
+    return logits_of(
+        model or NativeModel(checkpoint, checkpoint.stack, library.kernels()), IDS.tolist()
+    )
 
 
 @torch.no_grad()
@@ -330,7 +332,7 @@ def test_float8_with_as_many_blocks_as_outputs_and_beside_experts(inputs, width,
 def test_drafts_change_no_answer(name, temperature, tmp_path):
     write(tmp_path, name)
     checkpoint = Checkpoint(tmp_path, None)
-    model = NativeModel(checkpoint, checkpoint.stack)
+    model = NativeModel(checkpoint, checkpoint.stack, library.kernels())
     assert CASES[name].format in model.describe()
     params = SamplingParams(max_tokens=9, temperature=temperature, seed=5, ignore_eos=True)
     plain = conversation(model, params, IDS.tolist(), [[]])
@@ -396,7 +398,7 @@ def test_what_is_read_from_disk_has_the_bits_of_memory(name, moe, tmp_path, monk
     checkpoint = Checkpoint(tmp_path, None)
     every = limits(checkpoint)
     disk = on_disk(checkpoint, every[len(every) // 2])
-    alike(Target(NativeModel(checkpoint, checkpoint.stack)), disk, (1, 17))
+    alike(Target(NativeModel(checkpoint, checkpoint.stack, library.kernels())), disk, (1, 17))
     assert disk.model.streamed is not None and disk.model.streamed.record()["streamed_bytes"] > 0
     disk.model.close()
 
@@ -405,7 +407,7 @@ def test_what_is_read_from_disk_has_the_bits_of_memory(name, moe, tmp_path, monk
 def test_only_what_is_not_quantised_is(weights, tmp_path):
     write(tmp_path, "awq")
     checkpoint = Checkpoint(tmp_path, None)
-    model = NativeModel(checkpoint, checkpoint.stack, weights=weights)
+    model = NativeModel(checkpoint, checkpoint.stack, library.kernels(), weights=weights)
     assert "w4g128" in model.describe() and weights in model.describe()
     assert model.head.packed.name == "int8"
     assert 0 < error(logits(checkpoint, model), logits(checkpoint)) < 0.03

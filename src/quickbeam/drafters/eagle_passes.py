@@ -223,7 +223,7 @@ class NativeEagle:
             norms: Any = network.feature_norms
             for i, norm in enumerate(norms):
                 at, width = i * config.target_size, config.target_size
-                add_norm(program, source, states, norm, width=width, of=at, column=at)
+                add_norm(program, source, states, norm, width=width, source_column=at, column=at)
         if config.fused_norm:
             source, states = states, program.buffer(states.width)
             add_norm(program, source, states, network.fused_norm)

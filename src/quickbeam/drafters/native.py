@@ -15,7 +15,7 @@ from quickbeam.models.compile.compiled_stack import CompiledStack, NativeLinear,
 from quickbeam.models.native.library import Kernels, kernels
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.native.quantised import WHOLE, Packed, Packer
+from quickbeam.models.native.quantised import EXACT_FORMATS, Packed, Packer
 from quickbeam.models.weights.parameters import Parameters
 from quickbeam.models.weights.stored import Stored, dense
 from quickbeam.models.weights.tensor_files import TensorFiles
@@ -55,7 +55,7 @@ class NativePacker:
         """Return a head, packed. If the target keeps it quantised, its own rows are used."""
         if not isinstance(head, NativeLinear):
             packed = self(head.weight, bias=head.bias)
-        elif head.packed.name in WHOLE:
+        elif head.packed.name in EXACT_FORMATS:
             packed = self(head.packed.rows(), bias=head.packed.bias)
         else:
             packed = head.packed

@@ -14,7 +14,7 @@ import torch
 HUGE = 2**21  # bytes of a huge page
 
 
-def room_for_weights(size: int) -> torch.Tensor:
+def memory_for_weights(size: int) -> torch.Tensor:
     """Return a tensor `[size]` uint8 on the CPU that is not filled yet.
 
     Where Linux has huge pages, it lies in these. A pass reads all weights once. In pages of 4 kB
@@ -36,8 +36,9 @@ def map_file(path: Path) -> torch.Tensor | None:
     """Return a file's bytes, `[size]` uint8, mapped: read when they are first used, and shared with
     other processes.
 
-    None where Linux maps many in small pages, which a pass reads more slowly (`room_for_weights`).
-    Large ones need a file system that keeps a file in them (ext4 and XFS in recent versions).
+    None where Linux maps many in small pages, which a pass reads more slowly than large ones
+    (`memory_for_weights`). Large ones need a file system that keeps a file in them (ext4 and XFS in
+    recent versions).
     """
     with open(path, "rb") as file:
         block = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -133,7 +133,7 @@ class NativeHead:
         self._alone, self._beside = Program(kernels), Program(kernels)
         for program in (self._alone, self._beside):
             h, logits = program.given("h", self._packed.inputs), program.given("logits", 0, True)
-            program.chosen(self._packed, h, logits)
+            program.selected_blocks(self._packed, h, logits)
         # a placeholder: `score` points the operation at the context's rows
         self._beside.linear(packer.pack([weight[:1]], torch.zeros(1)), h, logits)
         # what `prepare` gives for no cluster: the frequent tokens alone

@@ -34,14 +34,15 @@ class Page:
     """Keys and values of `Pool.page` tokens, of all layers.
 
     `data`: where they are, in a form that only the pool knows. `users`: how many sequences and
-    caches hold the page. A page with several users is never written. `state`: it is a state of
+    caches refer to the page. A page with several users is never written. `state`: it is a state of
     recurrent layers, which takes as much memory as `size` pages.
     """
 
     __slots__ = ("data", "size", "state", "users")
 
     def __init__(self, data: Any, size: int = 1, state: bool = False) -> None:
-        self.data, self.users, self.size, self.state = data, 0, size, state
+        self.data, self.size, self.state = data, size, state
+        self.users = 0
 
 
 class Pool(ABC):
@@ -51,8 +52,8 @@ class Pool(ABC):
     for any number; `used`: how many are given out.
 
     `state_pages`: how many pages of memory a state of recurrent layers takes; 0 where there are no
-    such layers. `snapshots`: whether sequences keep their states at the borders of pages for a
-    prefix cache (`SequenceCache.snapshot`).
+    such layers. `snapshots`: whether sequences retain their states at page boundaries for a prefix
+    cache (`SequenceCache.snapshot`).
 
     `spare`: a function that frees pages that nobody needs at the moment, and returns whether there
     were any. It is called before `NoRoom` is raised.
@@ -66,7 +67,7 @@ class Pool(ABC):
     def __init__(self, limit: int | None = None) -> None:
         self.limit, self.used = limit, 0
         self._bounded = True
-        self._unused, self._unused_states = list[Page](), list[Page]()
+        self._free_pages, self._free_states = list[Page](), list[Page]()
         self.spare: Callable[[], bool] = lambda: False
 
     @abstractmethod
@@ -85,19 +86,19 @@ class Pool(ABC):
         """Prepare a page that was used before."""
 
     def make_state(self) -> Any:
-        """Return room for a state of recurrent layers, of those that have some."""
+        """Return memory for a state of recurrent layers, of models that have some."""
         raise NotImplementedError
 
-    def has_states(self, numbers: int, size: int) -> None:
-        """Give states of so many numbers of `size` bytes. `page_bytes` must be known."""
-        self.state_pages = -(-size * numbers // max(1, self.page_bytes))
+    def set_state_size(self, size: int) -> None:
+        """Set how many bytes a state takes, after `page_bytes`."""
+        self.state_pages = -(-size // max(1, self.page_bytes))
 
     def state_for(self) -> Page:
         """Return a state for one user, which is still to be written. Raises `NoRoom`."""
         self._make_room(self.state_pages)
-        if self._unused_states:
-            return self._give(self._unused_states.pop())
-        return self._give(Page(self.make_state(), self.state_pages, True))
+        if self._free_states:
+            return self._count_user(self._free_states.pop())
+        return self._count_user(Page(self.make_state(), self.state_pages, True))
 
     @property
     def free(self) -> int | None:
@@ -108,19 +109,19 @@ class Pool(ABC):
     def most_state_pages(self) -> int:
         """How many pages the states of one sequence may take.
 
-        They are that of its committed tokens, the next one, and two at borders of pages.
+        They are that of its committed tokens, the next one, and two at page boundaries.
         """
         return self.state_pages * (4 if self.snapshots else 2)
 
     def page_for(self) -> Page:
         """Return a page for one user. Raises `NoRoom`."""
         self._make_room(1)
-        if self._unused:
-            page = self._unused.pop()
+        if self._free_pages:
+            page = self._free_pages.pop()
             self.renew(page)
         else:
             page = self.make()
-        return self._give(page)
+        return self._count_user(page)
 
     def _make_room(self, pages: int) -> None:
         while self._bounded and self.limit is not None and self.used + pages > self.limit:
@@ -130,7 +131,7 @@ class Pool(ABC):
                     "are taken: raise --kv-memory"
                 )
 
-    def _give(self, page: Page) -> Page:
+    def _count_user(self, page: Page) -> Page:
         self.used += page.size
         page.users = 1
         return page
@@ -140,7 +141,7 @@ class Pool(ABC):
         page.users -= 1
         if not page.users:
             self.used -= page.size
-            (self._unused_states if page.state else self._unused).append(page)
+            (self._free_states if page.state else self._free_pages).append(page)
 
     def keep(self, chunk: Sequence[Page]) -> None:
         """Hold what a sequence shared (`SequenceCache.share`) beyond the sequence's life."""
@@ -180,7 +181,8 @@ class SequenceStates(ABC):
         self._pool = pool
         self._state: Page | None = None  # behind the committed tokens; None: zeros
         self._next: Page | None = None  # what a pass, or a commit, may write
-        self._kept: tuple[int, Page] | None = None  # the last state at a border of pages
+        # the last state at a page boundary, and the number of tokens before it
+        self._retained: tuple[int, Page] | None = None
 
     def missing(self, length: int, tokens: int) -> int:
         """Return how many pages of the pool `reserve` would take."""
@@ -197,36 +199,41 @@ class SequenceStates(ABC):
 
     def _step(self, length: int) -> None:
         """Take the next state, which is written, for that behind `length` tokens."""
-        self._leave(self._state)
+        self._release(self._state)
         self._state, self._next = self._next, None
         if self._state is not None:
-            self._hold(self._state, length)
+            self._retain_at_boundary(length, self._state)
 
-    def _hold(self, state: Page, length: int) -> None:
-        if self._pool.snapshots and not length % self._pool.page:
+    def _retain_at_boundary(self, tokens: int, state: Page) -> None:
+        if self._pool.snapshots and not tokens % self._pool.page:
             state.users += 1
-            self._keep(length, state)
+            self._retain(tokens, state)
 
-    def _keep(self, tokens: int, page: Page) -> None:
-        if self._kept is not None:
-            self._leave(self._kept[1])
-        self._kept = tokens, page
+    def _retain(self, tokens: int, state: Page) -> None:
+        """Retain the state behind `tokens` tokens in place of that at an earlier boundary."""
+        if self._retained is not None:
+            _, earlier = self._retained
+            self._release(earlier)
+        self._retained = tokens, state
 
-    def _leave(self, page: Page | None) -> None:
+    def _release(self, page: Page | None) -> None:
         if page is not None:
             self._pool.leave(page)
 
     def snapshot(self, tokens: int) -> Page | None:
-        """Return the state behind the first `tokens` tokens where it is kept."""
-        return self._kept[1] if self._kept is not None and self._kept[0] == tokens else None
+        """Return the state behind the first `tokens` tokens; None where it is not retained."""
+        if self._retained is None:
+            return None
+        length, state = self._retained
+        return state if length == tokens else None
 
     def adopt(self, state: Page | None, tokens: int) -> None:
-        """Begin an empty sequence with a state of `tokens` tokens, which others may hold too."""
+        """Begin an empty sequence with a state of `tokens` tokens, which may have other users."""
         if state is None:
             return
         state.users += 1
         self._state = state
-        self._hold(state, tokens)
+        self._retain_at_boundary(tokens, state)
 
     def fork(self, other: SequenceStates, tokens: int) -> None:
         """Give another sequence, which is empty, this one's state."""
@@ -234,17 +241,18 @@ class SequenceStates(ABC):
 
     def release(self) -> None:
         """Give everything back to the pool."""
-        held = [self._state, self._next, None if self._kept is None else self._kept[1]]
-        self._state = self._next = self._kept = None
-        for page in held:
-            self._leave(page)
+        _, retained = self._retained or (0, None)
+        states = [self._state, self._next, retained]
+        self._state = self._next = self._retained = None
+        for state in states:
+            self._release(state)
 
 
 class SequenceCache(ABC):
     """Keys and values of one sequence: a list of `pages`, and states of recurrent layers.
 
-    Tokens have an *order*. Committed tokens have the orders 0 to `length - 1`, which are their
-    positions. The nodes of the draft tree in flight have the orders after these. They are forgotten
+    Each token has a *slot*. Committed tokens have the slots 0 to `length - 1`, which are their
+    positions. The nodes of the draft tree in flight have the slots after these. Nodes are forgotten
     unless `commit` keeps a path of them.
     """
 
@@ -255,36 +263,40 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy the keys and values of the orders `source` to the orders `target`."""
+        """Copy the keys and values of the slots `source` to the slots `target`."""
 
     def bind(self) -> None:  # noqa: B027
-        """Called when the list of pages has changed."""
+        """React to a change of the list of pages, which every change is followed by."""
 
-    def _shared(self) -> list[int]:
+    def _pages_to_copy(self) -> list[int]:
         """Return the indices of the pages that would be written next and have other users too."""
-        return [
-            i for i in range(self.length // self.page, len(self.pages)) if self.pages[i].users > 1
-        ]
+        first = self.length // self.page
+        return [i for i in range(first, len(self.pages)) if self.pages[i].users > 1]
+
+    def _pages_to_add(self, tokens: int) -> int:
+        return max(0, -(-tokens // self.page) - len(self.pages))
 
     def missing(self, tokens: int) -> int:
         """Return how many pages of the pool `reserve(tokens)` would take."""
-        missing = max(0, -(-tokens // self.page) - len(self.pages)) + len(self._shared())
-        return missing + (0 if self._states is None else self._states.missing(self.length, tokens))
+        missing = self._pages_to_add(tokens) + len(self._pages_to_copy())
+        if self._states is not None:
+            missing += self._states.missing(self.length, tokens)
+        return missing
 
     def reserve(self, tokens: int) -> None:
-        """Make room for the orders 0 to `tokens - 1`, and keep what is there.
+        """Have memory for the slots 0 to `tokens - 1`, and keep what is there.
 
-        Those from `length` on may then be written. Raises `NoRoom`.
+        The slots from `length` on may then be written. Raises `NoRoom`.
         """
-        missing, shared = -(-tokens // self.page) - len(self.pages), self._shared()
-        if missing > 0 or shared:
+        to_add, to_copy = self._pages_to_add(tokens), self._pages_to_copy()
+        if to_add or to_copy:
             try:
-                for i in shared:
-                    own = self.pool.page_for()
-                    self.pool.copy(self.pages[i], own)
+                for i in to_copy:
+                    copied = self.pool.page_for()
+                    self.pool.copy(self.pages[i], copied)
                     self.pool.leave(self.pages[i])
-                    self.pages[i] = own
-                for _ in range(missing):
+                    self.pages[i] = copied
+                for _ in range(to_add):
                     self.pages.append(self.pool.page_for())
             finally:
                 self.bind()
@@ -299,8 +311,13 @@ class SequenceCache(ABC):
         start = self.length
         if self._states is not None:
             self._states.commit(path, start)
-        if moved := [depth for depth, node in enumerate(path) if node != depth]:
-            self.move([start + path[depth] for depth in moved], [start + depth for depth in moved])
+        source, target = list[int](), list[int]()
+        for depth, node in enumerate(path):
+            if node != depth:
+                source.append(start + node)
+                target.append(start + depth)
+        if source:
+            self.move(source, target)
         self.length = start + len(path)
 
     def share(self, chunk: int, tokens: int) -> list[Page]:
@@ -315,7 +332,7 @@ class SequenceCache(ABC):
     def snapshot(self, tokens: int) -> Page | None:
         """Return the state of the recurrent layers behind the first `tokens` committed tokens.
 
-        None where it is not kept. Whoever keeps it counts as a user (`Pool.keep`).
+        None where it is not retained. Whoever keeps it counts as a user (`Pool.keep`).
         """
         return None if self._states is None else self._states.snapshot(tokens)
 
@@ -326,9 +343,10 @@ class SequenceCache(ABC):
 
         `snapshot`: the state behind them, which recurrent layers need.
         """
-        for page in (page for chunk in chunks for page in chunk):
-            page.users += 1
-            self.pages.append(page)
+        for chunk in chunks:
+            for page in chunk:
+                page.users += 1
+                self.pages.append(page)
         self.length = len(chunks) * tokens
         self.bind()
         if self._states is not None:
@@ -345,7 +363,7 @@ class SequenceCache(ABC):
 
     def release(self) -> None:
         """Give all pages back to the pool."""
-        while self.pages:  # one by one, so that an interrupt leaves those that are still held
+        while self.pages:  # one by one, so that an interrupt leaves those that still count it
             self.pool.leave(self.pages.pop())
         self.length = 0
         self.bind()

@@ -1,4 +1,4 @@
-"""Where a checkpoint's files hold a model's parameters.
+"""The sources of a model's parameters: which tensors of a checkpoint's files hold them.
 
 Names and layouts of published checkpoints differ from those of transformers' causal language
 models: a language model may be a part of a larger one, or saved without its head; experts may be
@@ -18,7 +18,7 @@ import torch
 from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
-from quickbeam.models.native.quantised import BlockRows, Weight, below, dense_rows, with_data
+from quickbeam.models.native.quantised import BlockRows, Weight, concatenated, dense_rows, with_data
 from quickbeam.models.weights.prequantised import (
     QuantisedTensor,
     QuantMethod,
@@ -40,21 +40,21 @@ SHARED = (
     *("bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config"),
     "torch_dtype",
 )
-# what stands before the names of a language model, the longest first
+# prefixes of the names of a language model, the longest first
 PREFIXES = (
     *("model.language_model.model.", "language_model.model.model.", "model.language_model."),
     *("language_model.model.", "model.text_model.", "language_model.", "text_model."),
 )
-# what stands before the head's name
+# prefixes of the head's name
 HEADS = ("", "language_model.", "model.")
-# What trainers put into names of parameters, for modules that are compiled, sharded, recomputed or
-# adapted.
+# parts of parameters' names by trainers, for modules that are compiled, sharded, recomputed or
+# adapted
 WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\."
 )
-# what they put before a whole name, for copies on several devices and for adapted models
+# prefixes of whole names by trainers, for copies on several devices and for adapted models
 WRAPPED = re.compile(r"^(?:module\.)?(?:base_model\.model\.)?")
-# how the names of LoRA's matrices go on that are not merged into a weight
+# parts of the names of LoRA's matrices that are not merged into a weight
 UNMERGED = (".lora_A", ".lora_B", ".lora_embedding_", ".lora_magnitude_vector")
 # what no pass reads: buffers of older checkpoints
 BUFFERS = (
@@ -93,12 +93,12 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "nemotron_h": (("backbone.", "model."),),
     "phimoe": (*MIXTRAL, (".mlp.gate.weight", ".mlp.router.weight")),
 }
-# whose experts may be stored `[experts, inputs, outputs]`
+# model types whose experts may be stored `[experts, inputs, outputs]`
 TRANSPOSED = ("qwen3_vl_moe_text",)
-# the numbers of four bits of MXFP4
+# what each four bits of MXFP4 stand for
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 FP4 = torch.cat([FP4, -FP4])
-# names of one expert's gate, what it lets through, and what comes last
+# names of one expert's gate, up and down projections
 EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
@@ -110,58 +110,75 @@ def language_part(fields: dict[str, Any]) -> dict[str, Any]:
     part = fields.get("text_config")
     if fields.get("model_type") not in COMPOSITES or not isinstance(part, dict):
         return fields
-    shared = {name: fields[name] for name in SHARED if fields.get(name) is not None}
+    language = dict(part)
+    for name in SHARED:
+        if language.get(name) is None and fields.get(name) is not None:
+            language[name] = fields[name]
     tied = fields.get("tie_word_embeddings", part.get("tie_word_embeddings", False))
-    own = {name: value for name, value in part.items() if value is not None}
-    return part | shared | own | {"tie_word_embeddings": tied, "_whole": fields["model_type"]}
+    language["tie_word_embeddings"] = tied
+    language["_whole"] = fields["model_type"]
+    return language
 
 
 def own_names(
     stored: Iterable[str], kind: str, embedding: str, head: str, parts: bool
 ) -> dict[str, str]:
-    """Return the stored name of each parameter, by the causal language model's name.
+    """Return the tensor's name of each parameter, by the causal language model's name.
 
-    `kind`: the language model's `model_type`. `embedding`, `head`: the names of two parameters.
-    `parts`: the files may hold more than a language model, which is left out. Raises `InvalidInput`
-    for two stored tensors of one parameter, and for matrices of LoRA.
+    `stored`: the names of all tensors. `kind`: the language model's `model_type`. `embedding`,
+    `head`: the names of two parameters. `parts`: the files may hold more than a language model,
+    which is left out. Raises `InvalidInput` for two tensors of one parameter, and for matrices of
+    LoRA.
     """
-    renamed = dict[str, str]()
-    for name in stored:
-        own = _renamed(kind, name)
-        if own in renamed:
+    renamed = dict[str, str]()  # the tensors' names by names of one convention
+    for tensor in stored:
+        name = _renamed(kind, tensor)
+        if name in renamed:
             raise InvalidInput(
-                f"its files hold {renamed[own]} and {name}, which are one parameter's: remove one"
+                f"its files hold {renamed[name]} and {tensor}, which are one parameter's: remove "
+                "one"
             )
-        if any(one in own for one in UNMERGED):
+        if any(part in name for part in UNMERGED):
             raise InvalidInput(
-                f"its files hold {name}, which is not merged into the weights: save the model "
+                f"its files hold {tensor}, which is not merged into the weights: save the model "
                 "again after peft's merge_and_unload"
             )
-        renamed[own] = name
+        renamed[name] = tensor
+
     base, _, tail = embedding.partition(".")
-    base, head = f"{base}.", head.rpartition(".")[0] + "."
-    known = (*PREFIXES, base, "") if parts else (base, *PREFIXES, "")
-    first = next((one for one in known if f"{one}{tail}" in renamed), base)
-    heads = tuple(f"{one}{head}" for one in HEADS)
-    named = dict[str, str]()
-    for name, as_stored in renamed.items():
+    base = f"{base}."
+    head_module, _, _ = head.rpartition(".")
+    head = f"{head_module}."
+    prefixes = (*PREFIXES, base, "") if parts else (base, *PREFIXES, "")
+    prefix = next((prefix for prefix in prefixes if f"{prefix}{tail}" in renamed), base)
+    heads = tuple(f"{head_prefix}{head}" for head_prefix in HEADS)
+    tensors = dict[str, str]()
+    for name, tensor in renamed.items():
+        if name.endswith(BUFFERS):
+            continue
         if name.startswith(heads):
-            named[f"{head}{name.rpartition(head)[2]}"] = as_stored
-        elif name.startswith(first):
-            named[f"{base}{name.removeprefix(first)}"] = as_stored
+            _, _, last = name.rpartition(head)
+            tensors[f"{head}{last}"] = tensor
+        elif name.startswith(prefix):
+            tensors[f"{base}{name.removeprefix(prefix)}"] = tensor
         elif not parts:
-            named[name] = as_stored
-    return {name: one for name, one in named.items() if not name.endswith(BUFFERS)}
+            tensors[name] = tensor
+    return tensors
 
 
 def causal_names(name: str) -> Iterator[str]:
     """Yield what a causal language model may call a parameter of a larger model."""
     yield name
-    yield from (name.removeprefix(one) for one in HEADS if one and name.startswith(one))
-    yield from (f"model.{name.removeprefix(one)}" for one in PREFIXES if name.startswith(one))
+    for prefix in HEADS:
+        if prefix and name.startswith(prefix):
+            yield name.removeprefix(prefix)
+    for prefix in PREFIXES:
+        if name.startswith(prefix):
+            yield f"model.{name.removeprefix(prefix)}"
 
 
 def _renamed(kind: str, name: str) -> str:
+    """Return a tensor's name without what trainers added, and with the usual names of modules."""
     name = WRAPPED.sub("", WRAPPERS.sub("", name))
     for old, new in RENAMED.get(kind, ()):
         name = name.replace(old, new)
@@ -196,31 +213,31 @@ class PlainTensor:
 
 @dataclass(frozen=True)
 class SeparateExperts:
-    """Matrices `[experts, rows, columns]`, of which each is stored by itself.
+    """Matrices `[experts, rows, columns]` of one format, each expert's in tensors of its own.
 
-    `experts`: where each one's are, one below the other; all of one format.
+    `experts`: the sources of each expert's rows, one below the other.
     """
 
     experts: tuple[tuple[PlainTensor | QuantisedTensor, ...], ...]
 
     @property
     def names(self) -> Sequence[str]:
-        return [name for one in self.experts for part in one for name in part.names]
+        return [name for parts in self.experts for part in parts for name in part.names]
 
     def shape(self, files: TensorFiles) -> list[int]:
         shapes = [part.shape(files) for part in self.experts[0]]
         return [len(self.experts), sum(rows for rows, _ in shapes), shapes[0][1]]
 
     def like(self, files: TensorFiles) -> Weight:
-        one = below([part.like(files) for part in self.experts[0]])
-        return with_data(one, one.data.expand(len(self.experts), *one.data.shape))
+        expert = concatenated([part.like(files) for part in self.experts[0]])
+        return with_data(expert, expert.data.expand(len(self.experts), *expert.data.shape))
 
     def rows(self, files: TensorFiles, first: int, last: int) -> Weight:
-        made = [
-            below([part.rows(files, 0, part.shape(files)[0]) for part in one])
-            for one in self.experts[first:last]
-        ]
-        return with_data(made[0], torch.stack([one.data for one in made]))
+        experts = list[Weight]()
+        for parts in self.experts[first:last]:
+            rows = [part.rows(files, 0, part.shape(files)[0]) for part in parts]
+            experts.append(concatenated(rows))
+        return with_data(experts[0], torch.stack([expert.data for expert in experts]))
 
 
 @dataclass(frozen=True)
@@ -252,33 +269,34 @@ class Mxfp4:
 
         There, a byte holds two numbers of which the second comes 16 behind the first.
         """
-        stored, scales = (files.rows(name, first, last) for name in self.names)
-        apart = torch.stack([stored & 15, stored >> 4], -1).flatten(-2)
-        bytes_of = apart[..., :16] | apart[..., 16:] << 4
-        return BlockRows(torch.cat([scales[..., None], bytes_of], -1).flatten(-2), "mxfp4")
+        pairs = files.rows(self.blocks, first, last)
+        scales = files.rows(self.scales, first, last)
+        values = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
+        values = values[..., :16] | values[..., 16:] << 4
+        return BlockRows(torch.cat([scales[..., None], values], -1).flatten(-2), "mxfp4")
 
 
 def widened_mxfp4(blocks: BlockRows) -> torch.Tensor:
-    """Return the numbers of blocks in MXFP4, `[..., inputs]` float32."""
+    """Return what blocks in MXFP4 stand for, `[..., inputs]` float32."""
     groups = torch.unflatten(blocks.data, -1, (-1, 17))
-    stored = groups[..., 1:]
-    values = FP4[torch.cat([stored & 15, stored >> 4], -1).long()]
+    pairs = groups[..., 1:]
+    values = FP4[torch.cat([pairs & 15, pairs >> 4], -1).long()]
     exponents = groups[..., :1].int() - 127
     return torch.ldexp(values, exponents).flatten(-2)
 
 
-# Where a parameter is. `names`: of the stored tensors. `like` gives what `rows` does of all rows,
-# without the numbers.
+# The source of a parameter. `names`: of its tensors. `shape`: the parameter's. `rows` reads rows of
+# the parameter; `like` gives their shape and format alone.
 Stored = PlainTensor | SeparateExperts | Mxfp4 | QuantisedTensor
 
 
-def dense(weight: Weight, of: Stored) -> torch.Tensor:
-    """Return the numbers of rows of a parameter, whose blocks are widened to float32."""
+def dense(weight: Weight, source: Stored) -> torch.Tensor:
+    """Return rows of a parameter without blocks, which are widened to float32."""
     if isinstance(weight, torch.Tensor):
         return weight
     kernels = library.kernels()
     rows = widened_mxfp4(weight) if kernels is None else dense_rows(kernels, weight)
-    return rows.transpose(1, 2) if isinstance(of, Mxfp4) else rows
+    return rows.transpose(1, 2) if isinstance(source, Mxfp4) else rows
 
 
 def located(
@@ -288,81 +306,111 @@ def located(
     method: QuantMethod | None,
     width: int | None = None,
 ) -> Stored | None:
-    """Return where a parameter is; None where it is not.
+    """Return the source of a parameter; None where the files don't have it.
 
-    `stored`: the stored name of each parameter. `width`: how many numbers an expert reads and
-    gives, of a kind in `TRANSPOSED`. Raises as `quantised_tensor` does, `NotDescribed` for experts
-    that are not stored alike, and `InvalidInput` for scales of float8 experts of another shape.
+    `stored`: the tensor's name of each parameter. `width`: how many elements an expert reads and
+    returns, of a kind in `TRANSPOSED`. Raises as `quantised_tensor` does, `NotDescribed` for
+    experts that are not stored alike, and `InvalidInput` for scales of float8 experts of another
+    shape.
     """
 
-    def place(name: str) -> PlainTensor | QuantisedTensor | None:
-        quantised = None
+    def one_tensor(name: str) -> PlainTensor | QuantisedTensor | None:
+        """Return a source that is no tensors of several experts."""
         if method is not None and name.endswith(".weight"):
             quantised = quantised_tensor(name, stored, files, method)
-        return quantised or (PlainTensor(stored[name]) if name in stored else None)
+            if quantised is not None:
+                return quantised
+        return PlainTensor(stored[name]) if name in stored else None
 
-    blocks, scales = f"{name}_blocks", f"{name}_scales"
-    if (tensor := place(name)) is None:
-        if {blocks, scales} <= stored.keys():
+    source = one_tensor(name)
+    if source is None:
+        blocks, scales = f"{name}_blocks", f"{name}_scales"
+        if blocks in stored and scales in stored:
             return Mxfp4(stored[blocks], stored[scales])
-        return _one_by_one(name, place, files)
-    if isinstance(tensor, QuantisedTensor) or name.endswith(".weight"):
-        return tensor
+        return _separate_experts(name, one_tensor, files)
+    if isinstance(source, QuantisedTensor) or name.endswith(".weight"):
+        return source
     if width is not None:
-        return _stacked(name, tensor.name, files, width)
+        return _stacked_experts(name, source.name, files, width)
     if method is not None and f"{name}_scale_inv" in stored:
-        return _in_float8(name, stored, files, method)
-    return tensor
+        return _float8_experts(name, stored, files, method)
+    return source
 
 
-def _in_float8(
+def _float8_experts(
     name: str, stored: Mapping[str, str], files: TensorFiles, method: QuantMethod
 ) -> SeparateExperts:
-    """Return where the matrices `[experts, outputs, inputs]` of a parameter in float8 are.
+    """Return the source of a parameter `[experts, outputs, inputs]` in float8.
 
-    They have scales by blocks of outputs and inputs beside them, as transformers saves them.
+    Its scales, by blocks of outputs and inputs, are in a tensor beside it, as transformers saves
+    them.
     """
     parts = {"weight": stored[name], "weight_scale": stored[f"{name}_scale_inv"]}
-    shapes = [files.shape(one) for one in parts.values()]
-    if any(len(one) != 3 or one[0] != shapes[0][0] for one in shapes):
+    shapes = [files.shape(tensor) for tensor in parts.values()]
+    count = shapes[0][0] if shapes[0] else 0
+    if any(len(shape) != 3 or shape[0] != count for shape in shapes):
         names = " and ".join(parts.values())
         raise InvalidInput(f"{names} have shapes {shapes}: they don't fit together")
-    one = QuantisedTensor.of(parts, partial(eight_bits, block=method.block), files, expert=0)
-    return SeparateExperts(tuple((replace(one, expert=i),) for i in range(shapes[0][0])))
+    first = QuantisedTensor.of(parts, partial(eight_bits, block=method.block), files, expert=0)
+    return SeparateExperts(tuple((replace(first, expert=i),) for i in range(count)))
 
 
-def _stacked(name: str, as_stored: str, files: TensorFiles, width: int) -> PlainTensor:
-    """Return where the matrices of stacked experts are, of a kind in `TRANSPOSED`."""
-    shape, at = files.shape(as_stored), {"gate_up_proj": 2, "down_proj": 1}
-    column = at.get(name.rpartition(".")[2], 0)
-    transposed = len(shape) == 3 and column and shape[column] != width == shape[3 - column]
-    return PlainTensor(as_stored, bool(transposed))
+def _stacked_experts(name: str, tensor: str, files: TensorFiles, width: int) -> PlainTensor:
+    """Return the source of stacked experts of a model in `TRANSPOSED`."""
+    shape = files.shape(tensor)
+    _, _, last = name.rpartition(".")
+    width_at = {"gate_up_proj": 2, "down_proj": 1}.get(last)
+    if width_at is None or len(shape) != 3:
+        return PlainTensor(tensor)
+    transposed = shape[width_at] != width and shape[3 - width_at] == width
+    return PlainTensor(tensor, transposed)
 
 
-def _one_by_one(
-    name: str, place: Callable[[str], PlainTensor | QuantisedTensor | None], files: TensorFiles
+OneTensor = Callable[[str], PlainTensor | QuantisedTensor | None]
+
+
+def _separate_experts(
+    name: str, one_tensor: OneTensor, files: TensorFiles
 ) -> SeparateExperts | None:
-    """Return where the matrices of a parameter of stacked experts are, or None."""
-    at, _, what = name.rpartition(".")
-    if not at.endswith(".experts") or what not in ("gate_up_proj", "down_proj"):
+    """Return the source of a parameter whose experts are stored one by one, or None.
+
+    `one_tensor`: returns the source of one expert's matrix by its name, or None.
+    """
+    module, _, projection = name.rpartition(".")
+    if not module.endswith(".experts") or projection not in ("gate_up_proj", "down_proj"):
         return None
     for gate, up, down in EXPERT:
-        parts, experts = (gate, up) if what == "gate_up_proj" else (down,), list[Any]()
-        while all(one := [place(f"{at}.{len(experts)}.{part}.weight") for part in parts]):
-            experts.append(tuple(one))
+        parts = (gate, up) if projection == "gate_up_proj" else (down,)
+        experts = list[tuple[PlainTensor | QuantisedTensor, ...]]()
+        while True:
+            sources = [one_tensor(f"{module}.{len(experts)}.{part}.weight") for part in parts]
+            present = tuple(source for source in sources if source is not None)
+            if len(present) < len(parts):
+                break
+            experts.append(present)
         if experts:
-            every = [part for one in experts for part in one]
-            if any(isinstance(part, QuantisedTensor) and part.order is not None for part in every):
-                raise NotDescribed(
-                    "its experts are quantised with activation order, which is not read: take a "
-                    "checkpoint without it, or the unquantised weights"
-                )
-            kinds = {(*part.shape(files), getattr(part, "format", "dense")) for part in every}
-            if len(kinds) > 1:
-                few_of = " and ".join(str(one) for one in sorted(kinds)[:2])
-                raise NotDescribed(
-                    f"its experts' {what} are of several kinds ({few_of}), and one is read: take "
-                    "another checkpoint, or the unquantised weights"
-                )
+            _refuse_unlike(projection, experts, files)
             return SeparateExperts(tuple(experts))
     return None
+
+
+def _refuse_unlike(
+    projection: str,
+    experts: Sequence[tuple[PlainTensor | QuantisedTensor, ...]],
+    files: TensorFiles,
+) -> None:
+    """Raise `NotDescribed` for experts that are not stored alike, or in activation order."""
+    kinds = set[tuple[Any, ...]]()
+    for source in (source for parts in experts for source in parts):
+        if isinstance(source, QuantisedTensor) and source.order is not None:
+            raise NotDescribed(
+                "its experts are quantised with activation order, which is not read: take a "
+                "checkpoint without it, or the unquantised weights"
+            )
+        kinds.add((*source.shape(files), getattr(source, "format", "dense")))
+    if len(kinds) > 1:
+        two = " and ".join(str(kind) for kind in sorted(kinds)[:2])
+        raise NotDescribed(
+            f"its experts' {projection} are of several kinds ({two}), and one is read: take "
+            "another checkpoint, or the unquantised weights"
+        )
