@@ -34,7 +34,7 @@ from quickbeam.models.families import FAMILIES, describe, stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import dense_rows
-from quickbeam.models.rotary import Angles, frequencies, hold
+from quickbeam.models.rotary import Angles, frequencies, limit_context
 from quickbeam.models.text.tokenizer import Tokenizer, load_tokenizer
 from quickbeam.models.weights.checkpoint import Checkpoint, read_config
 from quickbeam.models.weights.parameters import names
@@ -238,7 +238,7 @@ def test_configurations_as_published_are_described(name, tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     config = read_config(tmp_path)
-    hold(config)
+    limit_context(config)
     assert len(stack_of(config, torch.bfloat16).layers) == config.num_hidden_layers
     config.__dict__["odd_scaling"] = 2.0
     refuses("odd_scaling", stack_of, config, torch.bfloat16, error=NotDescribed)
@@ -502,7 +502,7 @@ def test_angles_are_those_of_transformers(rope):
     sizes = dict(hidden_size=128, num_attention_heads=4, max_position_embeddings=8192)
     config = LlamaConfig(**sizes, rope_parameters=more | rope)
     theirs = LlamaRotaryEmbedding(config)
-    hold(config)
+    limit_context(config)
     speeds, factor = frequencies(config.rope_parameters, 32)
     assert torch.equal(speeds, theirs.inv_freq) and factor == theirs.attention_scaling
     positions = torch.arange(300)

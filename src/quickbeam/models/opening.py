@@ -22,7 +22,7 @@ from quickbeam.models.families import describe
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BFLOAT16
-from quickbeam.models.rotary import hold
+from quickbeam.models.rotary import limit_context
 from quickbeam.models.text.eos import eos_ids, known_eos_ids
 from quickbeam.models.text.tokenizer import load_tokenizer
 from quickbeam.models.torch.model import TorchModel
@@ -65,7 +65,7 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
 class LoadedModel(NamedTuple):
     """A model that is ready to run, and its tokenizer.
 
-    `ends`: ids that end an answer. `sampling`: what `sampling_defaults` returns.
+    `ends`: ids that end an answer. `sampling`: of `sampling_defaults`.
     """
 
     model: Model
@@ -81,16 +81,15 @@ def make_model(
     chunk: int = CHUNK,
     weights: str = BFLOAT16,
 ) -> Model:
-    """Take `model` over: for the native kernels if they can run it and `native` is set, else for
-    PyTorch.
+    """Run a model of transformers, which is taken over.
 
-    The other arguments are those of `NativeModel` and `TorchModel`. Raises `NotDescribed` for
-    models that none can run, and `InvalidInput` for `weights` that need the kernels where they
-    can't be used.
+    With `native`, the native kernels run it if they can, else PyTorch does. The other arguments are
+    those of `NativeModel` and `TorchModel`. Raises `NotDescribed` for models of no family, and
+    `InvalidInput` for `weights` that need the kernels where they can't be used.
     """
     device = model.device
     refuse_place(check_weights(weights), device, model.dtype)
-    hold(model.config.get_text_config())
+    limit_context(model.config.get_text_config())
     stack, parameters = describe(model), ModelParameters(model)
     kernels, reason = None, "the torch back end is asked for"
     if native:
@@ -181,8 +180,7 @@ def open_checkpoint(
     """Return a model's parameters.
 
     `widened`: no weights stay in blocks of few bits. Raises `InvalidInput` for models that no
-    family describes, for checkpoints that are not whole, and for a revision of what is on this
-    machine.
+    family describes, for incomplete checkpoints, and for a revision of a folder or file.
     """
     hub.check_source(name)
     path = Path(name).expanduser()

@@ -27,7 +27,7 @@ from quickbeam.models.families.nearest import undescribed
 from quickbeam.models.families.reading import ATTRIBUTES, PAGE, NotDescribed, check_count
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, Weight
-from quickbeam.models.rotary import hold
+from quickbeam.models.rotary import limit_context
 from quickbeam.models.stack import Stack
 from quickbeam.models.weights.parameters import Parameters, experts, linears, names
 from quickbeam.models.weights.prequantised import (
@@ -256,7 +256,7 @@ class Checkpoint(Parameters):
         if dtype is None:
             dtype = self._named_dtype()
         self.dtype = dtype
-        hold(self.config)
+        limit_context(self.config)
         self.stack: Stack = stack_of(self.config, dtype)
         # the last rows that were read of tensors in few bits, by name, first and last
         self._recent = dict[tuple[str, int, int], Any]()
