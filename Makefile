@@ -32,8 +32,8 @@ test-all: install
 
 # those that use a GPU where there is one
 test-cuda: install
-	CUDA_VISIBLE_DEVICES=0 $(PYTEST) tests/test_fused_attention.py tests/test_torch_passes.py tests/test_gathered.py \
-		tests/test_pinned.py tests/test_shortlist_fused.py tests/test_train_device.py
+	CUDA_VISIBLE_DEVICES=0 $(PYTEST) tests/test_fused_attention.py tests/test_fused_product.py tests/test_torch_passes.py \
+		tests/test_same_bits.py tests/test_gathered.py tests/test_pinned.py tests/test_shortlist_fused.py tests/test_train_device.py
 
 coverage: install
 	$(PYTEST) -m 'not long' --cov --cov-report term --cov-report html:build/coverage

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from common import comb
@@ -37,11 +38,14 @@ from quickbeam.models.families import stack_of
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.opening import LoadedModel
 from quickbeam.models.torch import paged_attention
-from quickbeam.models.torch.attention import attention_on
+from quickbeam.models.torch.attention import attention_on, runs_triton
 from quickbeam.models.torch.model import PassResults, TorchModel
 from quickbeam.models.torch.paged_attention import AttentionParams
 from quickbeam.models.torch.pages import RowPool
-from quickbeam.models.torch.rows import ListedRows, list_pass, uncommitted
+from quickbeam.models.torch.parts import Product
+from quickbeam.models.torch.rows import ListedRows, Padding, list_pass, uncommitted
+from quickbeam.models.torch.same_bits import Probe
+from quickbeam.models.torch.size_classes import class_with_widest, size_classes
 from quickbeam.models.weights.formats import pick_device
 from shapes import RandomParameters
 
@@ -93,7 +97,10 @@ class Sizes:
     heads: tuple[tuple[int, int, int], ...]
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
-    classes: tuple[int, ...]  # rows of passes in which a row's bits are compared
+    classes: tuple[int, ...]  # rows of passes in which rows' bits are compared
+    padded: tuple[int, ...]  # rows to which all passes are padded
+    ways_rows: tuple[int, ...]  # of passes that are measured each way
+    prompt: int  # tokens of a prompt, the same
     batches: int  # random ones, for graphs
     repeats: int
     copied: int  # bytes, to measure the bandwidth
@@ -107,7 +114,10 @@ FULL = Sizes(
     heads=((9, 3, 64), (12, 2, 128), (32, 8, 128), (4, 1, 256)),
     rows=(1, 4, 8, 16, 32, 64, 128),
     contexts=(100, 2000, 8000),
-    classes=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+    classes=(1, 2, 4, 8, 16, 32, 64, 128),
+    padded=(64, 128),
+    ways_rows=(1, 16, 64),
+    prompt=512,
     batches=6,
     repeats=15,
     copied=2**31,
@@ -121,6 +131,9 @@ SMALL = Sizes(
     rows=(1, 4),
     contexts=(10, 70),
     classes=(1, 2, 4),
+    padded=(4, 8),
+    ways_rows=(1, 2),
+    prompt=10,
     batches=2,
     repeats=2,
     copied=2**20,
@@ -145,11 +158,13 @@ class DeviceParameters(RandomParameters):
         self._some = self._some.to(device)
 
 
-def random_model(name: str, device: torch.device) -> TorchModel:
+def random_model(name: str, device: torch.device, sizes: Sequence[int] | None = None) -> TorchModel:
+    """Return a model with random weights. `sizes`: as of `TorchModel`."""
     with torch.inference_mode():
         parameters: Any = DeviceParameters(CONFIGS[name], device)
         stack = stack_of(parameters.config, parameters.dtype)
-        return TorchModel(parameters, stack, device, reason="its weights are random")
+        reason = "its weights are random"
+        return TorchModel(parameters, stack, device, sizes=sizes, reason=reason)
 
 
 def random_ids(model: TorchModel, count: int, seed: int) -> list[int]:
@@ -209,30 +224,101 @@ def correctness(given: Namespace, put: Put) -> None:
             put("graphs", graphs)
 
 
+@dataclass(frozen=True)
+class Way:
+    """A way to give rows the same bits. `triton`: products are Triton's. `rows`: all passes are
+    padded to so many; None: to the class of sizes that agree with the widest one."""
+
+    name: str
+    triton: bool = False
+    rows: int | None = None
+
+
 def bits(given: Namespace, put: Put) -> None:
-    """Find out which sizes of a pass give a row the same bits, and what such passes take."""
+    """Compare ways to give rows the same bits, where the library divides no sum."""
+    padded = [Way(f"padded to {rows}", rows=rows) for rows in sizes_of(given).padded]
+    ways = [Way("library"), Way("triton", triton=True), *padded]
+    compare_ways(given, put, ways, splits=False)
+
+
+def bits_with_splits(given: Namespace, put: Put) -> None:
+    """Find out which sizes agree where the library may divide sums: `gpu.py` gives it room."""
+    compare_ways(given, put, [Way("library")], splits=True)
+
+
+def compare_ways(given: Namespace, put: Put, ways: Sequence[Way], splits: bool) -> None:
     device, sizes = pick_device(given.device), sizes_of(given)
-    classes = list[dict[str, Any]]()
+    measured = list[dict[str, Any]]()
     for name in sizes.shapes:
-        for rows in row_classes(random_model(name, device), sizes.classes):
-            classes.append({"shape": name, **rows})
-            put("a row's bits", classes)
+        model = random_model(name, device, sizes=())
+        if not splits:
+            forbid_splits(put)
+        for way in ways:
+            if way.triton and not runs_triton(device):
+                row = {"classes": "needs Triton on CUDA"}
+            else:
+                row = measure_way(model, way, sizes)
+            measured.append({"shape": name, "way": way.name, **row})
+            put("ways", measured)
 
 
-def bits_without_splits(given: Namespace, put: Put) -> None:
-    """As `bits`, where the library divides no sum among several programs.
-
-    `gpu.py` sets the library's variables. PyTorch's setting has two values since 2.10.
-    """
+def forbid_splits(put: Put) -> None:
+    """Have the library divide no sum. PyTorch can say so since 2.10, and to cuBLASLt alone."""
+    if torch.cuda.is_available():
+        torch.backends.cuda.preferred_blas_library("cublaslt")
     matmul: Any = torch.backends.cuda.matmul
     try:
         matmul.allow_bf16_reduced_precision_reduction = (False, False)
     except (TypeError, ValueError, RuntimeError):
-        matmul.allow_bf16_reduced_precision_reduction = False
         put("note", "this PyTorch can't turn split-K off, only sums in bfloat16")
-    if torch.cuda.is_available():
-        torch.backends.cuda.preferred_blas_library("cublaslt")
-    bits(given, put)
+
+
+@torch.inference_mode()
+def measure_way(model: TorchModel, way: Way, sizes: Sizes) -> dict[str, Any]:
+    """Return the sizes of passes that agree, and what passes and prompts take that keep to them."""
+    if way.triton:
+        from quickbeam.models.torch.fused_product import multiply
+    else:
+        multiply = F.linear
+    for module in model._network.modules():
+        if isinstance(module, Product):
+            module.multiply = multiply
+    if model._graphs is not None:
+        model._graphs.clear()  # they hold other products
+    looked_at = sizes.classes if way.rows is None else (way.rows,)
+    classes, wanted = classes_of(model, looked_at)
+    members = next((one for one in classes if max(looked_at) in one), ())
+    model._padding = Padding(members, wanted)
+    row: dict[str, Any] = {
+        "classes": "; ".join(" ".join(map(str, one)) for one in classes) or "none",
+        "with logits": " ".join(map(str, wanted)) or "none",
+    }
+    for rows in sizes.ways_rows:
+        batch = Batch([Draft(text_of(model, 30, rows), comb(rows, model.vocab_size))])
+        taken = milliseconds(partial(model.forward, batch), sizes.repeats, model.device)
+        row[f"ms, {rows} rows"] = f"{taken:.3f}"
+    prompt = Batch([Chain(model.pool.new(), random_ids(model, sizes.prompt, 1))])
+    taken = milliseconds(partial(model.forward, prompt), sizes.repeats, model.device)
+    return row | {f"ms, a prompt of {sizes.prompt}": f"{taken:.3f}"}
+
+
+def classes_of(
+    model: TorchModel, sizes: Sequence[int]
+) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+    """Return the classes of sizes in which rows have the same bits; and of sizes of rows with
+    logits, the class of the widest one."""
+    model._padding = Padding()
+    probe = Probe(
+        lambda listed: model._results(listed).logits,
+        model._pool,
+        model.vocab_size,
+        model.context_length,
+        max(sizes),
+    )
+    try:
+        return size_classes(probe.in_rows, sizes), class_with_widest(probe.in_wanted, sizes)
+    finally:
+        probe.release()
 
 
 @torch.inference_mode()
@@ -248,7 +334,7 @@ def check_attention(
         parts.append(uncommitted(Draft(cache, comb(20, 100))))
     for tensor in (*pool.key, *pool.value):
         tensor.normal_()
-    rows = list_pass(parts, pool, padded=True).to(device)
+    rows = list_pass(parts, pool, padding=Padding()).to(device)
     query = torch.randn(len(rows.positions), heads, head_dim, device=device).bfloat16()
     params = AttentionParams(0, head_dim**-0.5)
     got = attention_on(device)(pool, rows, params, query)
@@ -278,7 +364,8 @@ def random_batch(model: TorchModel, seed: int) -> Batch:
 
 def listed_of(model: TorchModel, batch: Batch) -> ListedRows:
     parts = [uncommitted(part) for part in batch.parts]
-    return list_pass(parts, model._pool, batch.tokens, batch.wanted, padded=True)
+    padding = model._padding or Padding()
+    return list_pass(parts, model._pool, batch.tokens, batch.wanted, padding)
 
 
 def run_listed(model: TorchModel, listed: ListedRows) -> PassResults:
@@ -301,48 +388,6 @@ def check_graph(model: TorchModel, seed: int) -> dict[str, Any]:
         "same bits": torch.equal(first, right),
         "again": torch.equal(first, again),
     }
-
-
-@torch.inference_mode()
-def row_classes(model: TorchModel, classes: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield whether a row has the same bits in passes of so many rows, first and last, among
-    different others; and the smallest size that gives it the same bits."""
-    texts = [text_of(model, length, length) for length in (7, 90)]
-    neighbours = [text_of(model, length, 1 + length) for length in (30, 60)]
-    seen = list[tuple[int, list[torch.Tensor]]]()
-    for rows in classes:
-        others = [neighbours[i % 2].fork() for i in range(rows - 1)]
-        results = list[list[torch.Tensor]]()  # by place and others, then by text
-        for place in (0, rows - 1):
-            for seed in (0, 1):
-                results.append([logits_among(model, text, others, place, seed) for text in texts])
-        listed = listed_of(model, Batch([Chain(cache, [11]) for cache in (texts[0], *others)]))
-        taken = milliseconds(partial(run_listed, model, listed), 5, model.device)
-        for cache in others:
-            cache.release()
-        same = all(equal(results[0], one) for one in results[1:])
-        like = next((size for size, right in seen if equal(right, results[0])), rows)
-        seen.append((rows, results[0]))
-        yield {
-            "rows": rows,
-            "same among others": same,
-            "same as with rows": like,
-            "ms a pass": f"{taken:.3f}",
-        }
-
-
-def logits_among(
-    model: TorchModel, text: Any, others: Sequence[Any], place: int, seed: int
-) -> torch.Tensor:
-    """Return the logits of a row, which is row number `place` among those of others."""
-    tokens = random_ids(model, len(others), seed)
-    parts: list[Any] = [Chain(cache, [ids]) for cache, ids in zip(others, tokens, strict=True)]
-    parts.insert(place, Chain(text, [11]))
-    return run_listed(model, listed_of(model, Batch(parts))).logits[place].clone()
-
-
-def equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
 # passes
@@ -681,7 +726,7 @@ PARTS: dict[str, Callable[[Namespace, Put], None]] = {
     "model": model_part,
     "correctness": correctness,
     "bits": bits,
-    "bits-without-splits": bits_without_splits,
+    "bits-with-splits": bits_with_splits,
     "passes": passes,
     "methods": methods,
     "host": host,

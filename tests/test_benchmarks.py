@@ -100,6 +100,10 @@ def test_the_parts_for_a_gpu_run_on_a_cpu(has_model, toy_folder, drafter, tmp_pa
         found = json.loads(out.read_text())
         tables = [one for one in found.values() if isinstance(one, list)]
         assert (tables and gpu.shown(part, found).startswith(f"## {part}")) or part == "kernels"
+        if part == "bits":
+            ways = {one["way"]: one["classes"] for one in found["ways"]}
+            assert [*ways] == ["library", "triton", "padded to 4", "padded to 8"]
+            assert ways["padded to 4"] in ("4", "none"), "one size, in which rows agree or not"
         if part == "methods":
             assert all(one["identical"] == "2 of 2" for one in found["tokens/s"])
             names = {one["method"] for one in found["tokens/s"]}

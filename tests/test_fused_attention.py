@@ -15,7 +15,7 @@ from quickbeam.models.torch import paged_attention
 from quickbeam.models.torch.noise import DrawnRows, philox
 from quickbeam.models.torch.paged_attention import AttentionParams
 from quickbeam.models.torch.pages import RowPool
-from quickbeam.models.torch.rows import list_pass, uncommitted
+from quickbeam.models.torch.rows import Padding, list_pass, uncommitted
 from scripts import captured
 
 triton = pytest.importorskip("triton")
@@ -139,7 +139,7 @@ def test_the_kernel_gives_what_the_reference_does(kind, padded):
     texts = [Text(pool, length, i) for i, length in enumerate((0, 64, 511, 600))]
     parts = [text.draft(random_tree(generator, 3), i) for i, text in enumerate(texts)]
     parts.append(uncommitted(Chain(texts[3].cache, range(2))))
-    rows = list_pass(parts, pool, padded=padded).to(DEVICE)
+    rows = list_pass(parts, pool, padding=Padding() if padded else None).to(DEVICE)
     params = AttentionParams(0, 0.3, **options)
     sinks = torch.randn(HEADS, generator=generator).to(DEVICE) if has_sinks else None
     query = queries(len(rows.positions), 5)
@@ -161,7 +161,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(monkeypatch):
     trees = [random_tree(torch.Generator().manual_seed(i), 3) for i in range(3)]
     parts = [text.draft(tree, i) for i, (text, tree) in enumerate(zip(texts, trees, strict=True))]
     params, query = AttentionParams(0, 0.3, window=550), queries(sum(map(len, trees)), 1)
-    rows = list_pass(parts, pool, padded=True).to(DEVICE)
+    rows = list_pass(parts, pool, padding=Padding()).to(DEVICE)
     padding = queries(len(rows.positions) - len(query), 2)
     together = fused.attend(pool, rows, params, torch.cat([query, padding]))
     # some rows at a time

@@ -27,7 +27,6 @@ from quickbeam.serve.calls import (
 )
 from quickbeam.serve.endpoints import IGNORED, ignored_header
 from quickbeam.serve.messages import ChatRequest
-from quickbeam.serve.schemas import GrammarField
 from quickbeam.serve.tool_fields import Tool
 from quickbeam.serve.tools import answer_grammar, forcing_grammar, strict_grammar
 from serving import ask, chunks, events, good, refused
@@ -357,10 +356,9 @@ def test_a_tokenizers_own_template_comes_first():
     assert read(form, f"so {call}", 4) == ["so ", F]
     assert read(form, f"<think>{call}</think>so {call}", 4) == [f"<think>{call}</think>so ", F]
     refuses("can't force", forcing_grammar, form, TOOLS, True, own, error=ValueError)
-    asked = [ANSWER], own
-    refuses(
-        "can't write a grammar", calling.tool_use, TOOLS, "auto", None, *asked, error=ValueError
-    )
+    asked = {"messages": MESSAGES, "tools": [TOOL, OTHER], "response_format": FORMAT}
+    request = ChatRequest.model_validate(asked)
+    refuses("can't write a grammar", calling.tool_use, request, own, error=ValueError)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -710,7 +708,6 @@ ANSWER_SCHEMA = {
     "additionalProperties": False,
     "$defs": {"word": {"enum": ["f", "fit", "o"]}},
 }
-ANSWER = GrammarField("response_format", Grammar.json_schema, ANSWER_SCHEMA)
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER_SCHEMA}}
 FLAT_FORMAT = {"type": "json_schema", "name": "a", "schema": ANSWER_SCHEMA}
 

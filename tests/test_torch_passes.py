@@ -23,6 +23,7 @@ from quickbeam.models.torch.graphs import MOST_GRAPHS, Graphs
 from quickbeam.models.torch.model import PassResults, TorchModel
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import (
+    Padding,
     PassRows,
     PassSizes,
     list_draws,
@@ -31,6 +32,7 @@ from quickbeam.models.torch.rows import (
     padded_sizes,
     uncommitted,
 )
+from quickbeam.models.torch.same_bits import find_padding
 from quickbeam.models.weights.parameters import ModelParameters
 from test_families import CONFIGS
 
@@ -59,7 +61,7 @@ def batch(model, seed):
 
 def listed(model, batch):
     parts, draws = [*map(uncommitted, batch.parts)], list_draws(batch)
-    return list_pass(parts, model.pool, batch.tokens, batch.wanted, padded=True, draws=draws)
+    return list_pass(parts, model.pool, batch.tokens, batch.wanted, Padding(), draws)
 
 
 def run(model, sizes, numbers):
@@ -209,6 +211,24 @@ def test_graphs_give_what_passes_without_them_do(graphs_on_the_cpu):
     assert len(graphs._captured) > 1
     for ours, theirs in zip(got, right, strict=True):
         assert all(map(torch.equal, ours, theirs))
+
+
+@torch.inference_mode()
+def test_graphs_agree_in_the_sizes_in_which_passes_without_them_do(graphs_on_the_cpu):
+    model = made("llama")
+    graphs = Graphs(model._run, CPU)
+
+    def by_graphs(given):
+        return graphs.run(given, model.pool.generation)[0]
+
+    def without(given):
+        return model._run(given.to(CPU)).logits
+
+    found = [
+        find_padding(way, model.pool, model.vocab_size, None, (1, 4))
+        for way in (without, by_graphs)
+    ]
+    assert found[0] == found[1] and found[0].rows[-1] == 4
 
 
 @torch.inference_mode()

@@ -56,7 +56,8 @@ def philox(counter: Array, key: tuple[int, int]) -> Array:
     Words have 32 bits and are held in uint64. `key` is two words.
     """
     # words 0 and 2, words 1 and 3
-    even, odd = counter[0::2].astype(np.uint64), counter[1::2].astype(np.uint64)
+    even = counter[0::2].astype(np.uint64)
+    odd = counter[1::2].astype(np.uint64)
     keys = np.array([[key[0]], [key[1]]], dtype=np.uint64)
     for number in range(ROUNDS):
         if number:
@@ -93,8 +94,8 @@ def _best_of(
 ) -> tuple[float, int]:
     tokens = (np.sort(chunks)[:, None] * CHUNK + np.arange(CHUNK)).ravel()
     tokens = tokens[tokens < len(scores)]
-    numbers = noise.of(tokens, np.full(len(tokens), position))
-    sums = scores[tokens].astype(np.float64) * scale + numbers
+    gumbels = noise.of(tokens, np.full(len(tokens), position))
+    sums = scores[tokens].astype(np.float64) * scale + gumbels
     best = int(sums.argmax())
     return float(sums[best]), int(tokens[best])
 
@@ -192,7 +193,9 @@ class Noise:
         Tokens far less likely than the likeliest are left out without computing their numbers. The
         normalising sum counts them as if their number was 0.
         """
-        rows, tokens = np.asarray(rows), None if tokens is None else np.asarray(tokens)
+        rows = np.asarray(rows)
+        if tokens is not None:
+            tokens = np.asarray(tokens)
         candidates = list[Array]()  # columns of each row
         for q, (position, least, least_after) in zip(rows, places, strict=True):
             peaks, owners = self.peaks(position)
@@ -214,9 +217,9 @@ class Noise:
         perturbed = list[Row]()
         first = 0
         for q, columns, (_, _, least_after) in zip(rows, candidates, places, strict=True):
-            numbers = gumbels[first : first + len(columns)]
+            row_gumbels = gumbels[first : first + len(columns)]
             first += len(columns)
-            probs = q[columns] * np.exp(temperature * numbers)
+            probs = q[columns] * np.exp(temperature * row_gumbels)
             probs /= probs.sum() + max(0.0, 1 - float(q[columns].sum(dtype=np.float64)))
             ranked = np.argsort(-probs, kind="stable")[:most]
             ranked = ranked[probs[ranked] > least_after]

@@ -1,4 +1,4 @@
-"""The draft tree: flat lists in which parents come before children. Knows nothing of models."""
+"""The draft tree: flat lists in which parents come before children."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class TokenTree:
         return nodes[::-1]
 
     def tokens(self, node: int) -> list[int]:
-        """Return the tokens on the path to `node`, without the root's."""
+        """Return the tokens on the path to `node`. The root's is left out."""
         return [self.token[i] for i in self.path(node)[1:]]
 
     def visible(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""From `--methods` to what answers prompts, and from `--questions` to what is asked."""
+"""Reads the entries of `--methods` and loads what answers them; reads `--questions`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENTRY = re.compile(r"([^:@+]*)(?::(auto|[1-9]\d*))?(?:@([1-9]\d*))?(?:\+(.*))?",
 
 @dataclass(frozen=True)
 class MethodItem:
-    """One entry of `--methods`, typed as `name`; what is None is left to the preset."""
+    """One entry of `--methods`, typed as `name`. An option that is None is left to the preset."""
 
     name: str
     method: str
@@ -72,7 +72,7 @@ def parse_methods(
 ) -> list[MethodItem]:
     """Read a comma-separated list of entries in `SYNTAX`.
 
-    The other arguments hold where an entry says nothing itself. Raises `InvalidInput`, also for a
+    The other arguments stand in for what an entry leaves out. Raises `InvalidInput`, also for a
     method without the drafter that it needs.
     """
     default = MethodItem("", "", budget, vocab, shortlist)
@@ -200,7 +200,7 @@ class Question:
 
 
 def load_questions(path: Path | None = None) -> list[Question]:
-    """Read a file of Spec-Bench lines, or our own set. Raises `InvalidInput` by line."""
+    """Read a file of Spec-Bench lines, or our own set. Raises `InvalidInput`, naming the line."""
     file = resources.files(__package__).joinpath(BUILT_IN) if path is None else path
     try:
         text = file.read_bytes().decode("utf-8-sig")

@@ -1,4 +1,4 @@
-"""The figures of a run, as Markdown tables and as JSON; and on what machine it was made."""
+"""The figures of a run, as Markdown tables and as JSON, and the machine that it was made on."""
 
 from __future__ import annotations
 
@@ -262,8 +262,8 @@ def _speedup_error(
     return sqrt((count - 1) / count * sum((speedup - mean) ** 2 for speedup in speedups))
 
 
-def _ratio(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None
+def _ratio(part: float | None, total: float | None) -> float | None:
+    return part / total if part is not None and total else None
 
 
 def environment(device: str, dtype: str) -> dict[str, object]:

@@ -273,7 +273,7 @@ def _percentile(seconds: Sequence[float], part: int) -> float | None:
 
 
 def by_load(runs: Sequence[Run]) -> dict[int, dict[str, dict[str, Any]]]:
-    """Return the figures by load, then by method, with the speed over that of `ar` where it is."""
+    """Return the figures by load, then by method, with the speed over that of `ar` if measured."""
     loads: dict[int, dict[str, dict[str, Any]]] = {}
     for load, name in dict.fromkeys((run.load, run.method) for run in runs):
         by_name = loads.setdefault(load, {})

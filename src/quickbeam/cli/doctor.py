@@ -117,7 +117,7 @@ def gpu() -> Finding:
 
     if torch.cuda.is_available():
         text = f"{torch.cuda.get_device_name(0)}: models run there unless --device cpu is given"
-        return Finding(OK, text, "answers are bit for bit the same on a CPU only")
+        return Finding(OK, text, "answers are bit for bit the same where a check at load says so")
     if shutil.which("nvidia-smi"):
         return Finding(NOTE, "there may be one, but not for this PyTorch", "install one that fits")
     return Finding(OK, "none: models run on the CPU")

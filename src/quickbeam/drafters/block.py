@@ -84,7 +84,7 @@ class TorchBlocks(TorchPasses):
         `hidden`: the target's hidden states `[n, len(taps) * target_size]` of all rows.
         """
         parts = [uncommitted(part) for part in batch.parts]
-        self._reading.run(list_pass(parts, self.pool, padded=self._reading.padded), [hidden])
+        self._reading.run(list_pass(parts, self.pool, padding=self._reading.padding()), [hidden])
 
     def _compute_reading(self, rows: PassRows, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
         fused = self.network.fuse(hidden)
@@ -102,8 +102,7 @@ class TorchBlocks(TorchPasses):
         seen = [block] * size  # all of its block; less in causal layers
         blocks = [UncommittedTokens(cache, block, seen=seen) for cache in caches]
         tokens = [token for anchor in anchors for token in (anchor, *[0] * (size - 1))]
-        padded = self._running.padded
-        listed = list_pass(blocks, self.pool, tokens, padded=padded, block=size)
+        listed = list_pass(blocks, self.pool, tokens, padding=self._running.padding(size))
         (rows,) = self._running.run(listed)
         return rows[: len(caches), size - config.drafted :]
 

@@ -55,7 +55,7 @@ class TorchEagle(TorchPasses):
     def __init__(self, network: EagleHead, model: Model) -> None:
         super().__init__(network, [(network.config.window, False)], model)
         self._passes = Passes(self._compute, self.pool)
-        self._side = SideStream(model.device) if self._passes.padded else None
+        self._side = SideStream(model.device) if self._passes.padding() else None
 
     def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None) -> EagleOutput:
         """Run the layer once, and the router of `shortlist` where one is given.
@@ -71,7 +71,7 @@ class TorchEagle(TorchPasses):
             self.pool,
             batch.tokens,
             batch.wanted,
-            padded=self._passes.padded,
+            padding=self._passes.padding(),
         )
         out, feature, routed = self._passes.run(listed, [hidden], (committed, router))
         return EagleOutput(

@@ -79,7 +79,8 @@ def measure_or_read(model: Model, limit: int) -> CostModel:
     take clearly less (`overrated`). Small models are measured in no time, and those whose
     weights are read in every pass by few passes.
     """
-    if model.weight_bytes < LARGE or model.streamed is not None or not model.exact:
+    on_the_cpu = model.exact and model.device.type == "cpu"
+    if model.weight_bytes < LARGE or model.streamed is not None or not on_the_cpu:
         return measure(model, limit)
     what = [version("quickbeam"), cpu_name(), usable_cores(), torch.get_num_threads()]
     what += [model.describe(), str(model.dtype), model.weight_bytes, limit]

@@ -1,4 +1,4 @@
-"""Rewrites JSON schemas for llguidance, and finds what no grammar can hold an answer to."""
+"""Rewrites JSON schemas for llguidance, and notes keywords that it can't hold an answer to."""
 
 from __future__ import annotations
 
@@ -92,7 +92,10 @@ class _Rewriter:
             self.left_out.append(f"{keyword} at {'/'.join(self._pointer)}")
 
     def resolved(self, schema: Any) -> Any:
-        """Return what a schema that is only a reference within the document refers to."""
+        """Return the schema that a reference within the document refers to.
+
+        A schema that is anything else than a reference is returned as it is.
+        """
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/") or len(schema) > 1:
             return schema
@@ -144,7 +147,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def _values(schema: Any) -> set[str]:
-    """Return the few plain values that a schema lists, as Python writes them."""
+    """Return the `repr` of each value that a schema lists, if all are plain and few."""
     if not isinstance(schema, Mapping):
         return set()
     values = [schema["const"]] if "const" in schema else schema.get("enum")

@@ -1,6 +1,6 @@
-"""Which tokens a grammar allows after any path of a draft tree.
+"""Computes the tokens that a grammar allows after any path of a draft tree.
 
-This module knows nothing of models. Of sampling it knows only which ids end an answer.
+This module knows nothing of models. Of sampling it knows only the ids that end an answer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class DeadEnd(InvalidInput):
 
 
 class AllowedTokens(NamedTuple):
-    """What may follow a path.
+    """The tokens that may follow a path.
 
     - `banned`: `[vocab]` bool.
     - `left`: how many tokens are not banned.
-    - `first`: the lowest of these.
+    - `first`: the lowest token that is not banned.
     """
 
     banned: torch.Tensor
@@ -42,43 +42,49 @@ class CompiledGrammar(NamedTuple):
     """A grammar compiled for one tokenizer.
 
     - `matcher`: a matcher that has read nothing yet.
-    - `ends`: the ids by which the matcher says that the text may end.
+    - `eos_ids`: the ids that the matcher allows where the text may end.
     - `size`: how many tokens its masks have.
     - `unnamed`: ids that are no text and that the grammar doesn't name. They are never allowed.
     - `named_text`: ids that the grammar names and that stand for text elsewhere.
     """
 
     matcher: LLMatcher
-    ends: Sequence[int]
+    eos_ids: Sequence[int]
     size: int
     unnamed: np.ndarray
     named_text: Set[int]
 
 
 class Masks:
-    """Where one answer stands in its grammar, and what may follow any path from there.
+    """The state of one answer in its grammar, and the tokens that may follow any path from there.
 
-    - `vocab`: the width of the logits. Tokens that the tokenizer doesn't know are never allowed.
-    - `ends`: ids that end the answer. After one of them the grammar asks nothing more of the text.
-    - `closing`: those of `ends` that are not text. They are allowed where the grammar may end.
-      Where it must end, nothing else is.
+    - `vocab`: the width of the logits. Tokens that the tokenizer lacks are never allowed.
+    - `eos_ids`: ids that end the answer. After one of them the grammar asks nothing of the text.
+    - `closing_ids`: those of `eos_ids` that are not text. They are allowed where the grammar may
+      end. Where the grammar must end, no other token is allowed.
 
-    One matcher goes from path to path: it rolls back to where the two paths part and reads the
-    rest. What is allowed depends on the tokens alone. Results are cached until the
-    answer grows.
+    One matcher serves all paths: it rolls back to the tokens that its last path shares with the
+    next one, and reads the others. What is allowed depends on the tokens alone. Results are cached
+    until the answer grows.
     """
 
     def __init__(
-        self, compiled: CompiledGrammar, vocab: int, ends: Collection[int], closing: Collection[int]
+        self,
+        compiled: CompiledGrammar,
+        vocab: int,
+        eos_ids: Collection[int],
+        closing_ids: Collection[int],
     ) -> None:
-        self._compiled, self._vocab, self._ends = compiled, vocab, frozenset(ends)
-        self._closing = [token for token in closing if token < vocab]
+        self._compiled = compiled
+        self._vocab = vocab
+        self._eos_ids = frozenset(eos_ids)
+        self._closing_ids = [token for token in closing_ids if token < vocab]
         self._text: list[int] = []  # the answer so far
-        self._path: list[int] = []  # what the matcher has read after it
+        self._path: list[int] = []  # tokens that the matcher has read after the answer
         self._over = False
-        self._allowed: dict[tuple[int, ...], AllowedTokens] = {}
-        self._forced: dict[tuple[int, ...], int | None] = {}
-        self._reason = ""
+        self._allowed: dict[tuple[int, ...], AllowedTokens] = {}  # by path
+        self._forced: dict[tuple[int, ...], int | None] = {}  # by path
+        self._reason = ""  # the matcher's last error
         self._matcher = self._new_matcher()
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -86,18 +92,18 @@ class Masks:
         self._allowed.clear()
         self._forced.clear()
         for token in tokens:
-            self._over = self._over or token in self._ends
+            self._over = self._over or token in self._eos_ids
             if not self._over:
-                self._go([token])
+                self._read([token])
                 self._text.append(token)
                 self._path = self._path[1:]
 
     def allowed(self, path: Sequence[int] = ()) -> AllowedTokens | None:
-        """Return what may follow output and `path`, or None if the answer is over by then.
+        """Return the tokens that may follow output and `path`; None if the answer is over by then.
 
         Raises `DeadEnd` if no token may follow.
         """
-        if self._over or not self._ends.isdisjoint(path):
+        if self._over or not self._eos_ids.isdisjoint(path):
             return None
         key = tuple(path)
         if key not in self._allowed:
@@ -122,25 +128,28 @@ class Masks:
         return scores
 
     def find(self, path: Sequence[int] = ()) -> AllowedTokens | None:
-        """Return `allowed`, for drafting: None also if no token may follow."""
+        """Return `allowed(path)`, for drafting: None also if no token may follow."""
         try:
             return self.allowed(path)
         except DeadEnd:
             return None
 
     def forces(self, allowed: AllowedTokens) -> bool:
-        """Whether only one token may come there and the answer goes on after it."""
-        return allowed.left == 1 and allowed.first not in self._ends
+        """Whether only one token is allowed and the answer goes on after it."""
+        return allowed.left == 1 and allowed.first not in self._eos_ids
 
     def forced(self, path: Sequence[int] = ()) -> int | None:
         """Return the token that is forced after `path`, or None.
 
-        If none is forced, this seldom has to compute a mask.
+        If no token is forced, this seldom has to compute a mask.
         """
         key = tuple(path)
         if key not in self._forced:
-            known = self.find(key) if key in self._allowed or self._is_written(key) else None
-            self._forced[key] = known.first if known is not None and self.forces(known) else None
+            self._forced[key] = None
+            if key in self._allowed or self._is_written(key):
+                allowed = self.find(key)
+                if allowed is not None and self.forces(allowed):
+                    self._forced[key] = allowed.first
         return self._forced[key]
 
     def follows(self, path: Sequence[int], tokens: Sequence[int]) -> int:
@@ -148,16 +157,16 @@ class Masks:
 
         A token that ends the answer doesn't count, nor do those after it. No mask is computed.
         """
-        if self._over or not self._ends.isdisjoint(path):
+        if self._over or not self._eos_ids.isdisjoint(path):
             return 0
-        before_end = list(takewhile(lambda token: token not in self._ends, tokens))
+        before_end = list(takewhile(lambda token: token not in self._eos_ids, tokens))
         if not before_end:
             return 0
         return self._ask(path, lambda matcher: matcher.validate_tokens(before_end)) or 0
 
     def _is_written(self, path: tuple[int, ...]) -> bool:
-        """Whether the grammar fixes the next text, so that llguidance knows it without a mask."""
-        if self._over or not self._ends.isdisjoint(path):
+        """Whether llguidance finds without a mask that the grammar fixes the next text."""
+        if self._over or not self._eos_ids.isdisjoint(path):
             return False
         return bool(self._ask(path, lambda matcher: matcher.compute_ff_tokens()))
 
@@ -165,28 +174,28 @@ class Masks:
         bits = self._ask(path, lambda matcher: matcher.compute_bitmask())
         if bits is None:
             raise self._dead_end(path, self._reason)
-        allowed = np.unpackbits(
-            np.frombuffer(bits, dtype=np.uint8), count=self._compiled.size, bitorder="little"
-        ).view(bool)
+        packed = np.frombuffer(bits, dtype=np.uint8)
+        unpacked = np.unpackbits(packed, count=self._compiled.size, bitorder="little")
+        allowed = unpacked.view(bool)
         may_end = self._may_end(allowed)
-        allowed[self._compiled.ends] = False
+        allowed[self._compiled.eos_ids] = False
         allowed[self._compiled.unnamed] = False
         banned = np.ones(self._vocab, dtype=bool)
         shared = min(self._vocab, self._compiled.size)
         np.logical_not(allowed[:shared], out=banned[:shared])
         if may_end:
-            banned[self._closing] = False
+            banned[self._closing_ids] = False
         left = self._vocab - int(np.count_nonzero(banned))
         if left == 0:
             raise self._dead_end(path, "no token spells what comes next")
         return AllowedTokens(torch.from_numpy(banned), left, int(banned.argmin()))
 
     def _may_end(self, allowed: np.ndarray) -> bool:
-        """Whether the answer may end where the matcher is and allows these tokens."""
+        """Whether the answer may end after what the matcher has read. `allowed`: its mask."""
         if self._matcher.is_accepting():
             return True
         # a grammar may take an end-of-sequence id as a token that it names
-        for token in self._compiled.ends:
+        for token in self._compiled.eos_ids:
             if allowed[token]:
                 ended = self._matcher.deep_copy()
                 ended.consume_token(token)
@@ -199,31 +208,34 @@ class Masks:
         return DeadEnd(f"grammar: no token can come {where} ({why})")
 
     def _ask(self, path: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
+        """Return what `question` returns of a matcher that has read `path`; None after an error."""
         for _ in range(2):
-            self._go(path)
+            self._read(path)
             if not self._matcher.is_error():
                 answer = question(self._matcher)
                 if not self._matcher.is_error():
                     return answer
-            # many drafts may use up the matcher's limits, and some grammars can't be rolled back: a
-            # new matcher reads the path from the beginning
+            # Many drafts may use up the matcher's limits, and some grammars can't be rolled back.
+            # So a new matcher reads the path from the beginning.
             self._reason = str(self._matcher.get_error()).partition("\n")[0]
             self._matcher = self._new_matcher()
         return None
 
-    def _go(self, path: Sequence[int]) -> None:
+    def _read(self, path: Sequence[int]) -> None:
+        """Have the matcher read `path` after the answer, and nothing else."""
         shared = 0
         while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
             shared += 1
-        behind = self._path[shared:]
-        if not self._compiled.named_text.isdisjoint(behind):
-            # llguidance doesn't know how long such a token's text was, and can't go back before it
+        surplus = self._path[shared:]
+        if not self._compiled.named_text.isdisjoint(surplus):
+            # llguidance can't roll back such a token, because it doesn't store its text's length
             self._matcher = self._new_matcher()
             shared = 0
-        elif behind:
-            self._matcher.rollback(len(behind))
-        if ahead := list(path[shared:]):
-            self._matcher.consume_tokens(ahead)
+        elif surplus:
+            self._matcher.rollback(len(surplus))
+        unread = list(path[shared:])
+        if unread:
+            self._matcher.consume_tokens(unread)
         self._path = list(path)
 
     def _new_matcher(self) -> LLMatcher:

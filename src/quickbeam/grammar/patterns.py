@@ -51,7 +51,8 @@ MATCHES_ALL = re.compile(r"(?<!\\)\(\?:\\d\{0,\d+\}\|\(\?=[^()]*\)[^()]*\)\Z")
 class Rewritten(NamedTuple):
     """Expressions that a text must match, all of them.
 
-    `exact`: whether they mean the same as the original expression. Otherwise that asked for more.
+    `exact`: whether they mean the same as the original expression. Otherwise the original asks for
+    more.
     """
 
     patterns: Sequence[str]

@@ -1,4 +1,4 @@
-"""What an answer may be asked to follow. Knows nothing of tokens: `compiler.py` reads it."""
+"""A grammar that an answer may be asked to follow. `compiler.py` compiles it for a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.json_schema import enforceable
 
-MOST_NAMED = 5  # of what a schema asks for in vain
+MOST_NAMED = 5  # keywords in an error message
 KINDS = ("json_schema", "regex", "lark")
 
 
@@ -25,8 +25,8 @@ class Grammar:
     - `kind`: one of `KINDS`.
     - `text`: the schema, expression or grammar.
     - `any_whitespace`: for JSON; see `json_schema`.
-    - `left_out`: what of a schema answers are not held to: `uniqueItems at #/properties/tags`; at
-      most 100 notes.
+    - `left_out`: the keywords of a schema that answers are not held to, at most 100:
+      `uniqueItems at #/properties/tags`.
 
     Raises `InvalidInput` for an unknown kind, and if `text` is not text.
     """
@@ -49,13 +49,13 @@ class Grammar:
         """JSON that fits a schema, given as a mapping or as text.
 
         The answer is written as Python's `json.dumps` writes it: `": "` after keys and `", "`
-        between items. So what stands between two values is forced, and the model need not choose
-        it. `any_whitespace` leaves whitespace to the model, which may then indent, or write blanks
-        for ever. An `x-guidance` entry of the schema itself takes precedence over both.
+        between items. So the text between two values is forced. `any_whitespace` leaves whitespace
+        to the model, which may then indent, or write blanks for ever. An `x-guidance` entry of the
+        schema itself takes precedence over both.
 
         No grammar can hold an answer to some keywords (`uniqueItems`, `if`, most look-around in a
-        `pattern`). They are left out, and `left_out` names them, and the log does when an answer
-        begins. With `strict` they are refused. A `format` that llguidance doesn't know is an
+        `pattern`). These keywords are left out. `left_out` names them, and the log does when an
+        answer begins. With `strict` they are refused. A `format` that llguidance lacks is an
         annotation.
 
         Raises `InvalidInput` for what is not JSON, and with `strict` for such keywords.
@@ -63,15 +63,17 @@ class Grammar:
         if not isinstance(schema, str | Mapping):
             raise InvalidInput(f"json_schema={schema!r}: must be a mapping, or a schema as text")
         try:
-            given = json.loads(schema if isinstance(schema, str) else json.dumps(dict(schema)))
-            rewritten, left_out = enforceable(given)
+            document = schema if isinstance(schema, str) else json.dumps(dict(schema))
+            rewritten, left_out = enforceable(json.loads(document))
             text = json.dumps(rewritten)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidInput(f"json_schema: not JSON ({error})") from error
         if left_out and strict:
-            named = ", ".join(left_out[:MOST_NAMED]) + ", …" * (len(left_out) > MOST_NAMED)
+            keywords = ", ".join(left_out[:MOST_NAMED])
+            if len(left_out) > MOST_NAMED:
+                keywords += ", …"
             raise InvalidInput(
-                f"json_schema: {named}: answers can't be held to it: leave it out, or leave out "
+                f"json_schema: {keywords}: answers can't be held to it: leave it out, or leave out "
                 "strict"
             )
         return cls("json_schema", text, any_whitespace, tuple(left_out))

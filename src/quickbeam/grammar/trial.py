@@ -13,20 +13,20 @@ from contextlib import suppress
 
 SECONDS = 5  # of processor time
 MEMORY = 2 << 30  # bytes
-STACK = 256 << 20  # bytes; the process that compiles in earnest has twice as much
-STEPS = 8  # tokens that are read on trial
+STACK = 256 << 20  # bytes; the thread that compiles a grammar for use has twice as much
+STEPS = 8  # tokens that are read
 
 
 def failure(grammar: str) -> str | None:
     """Return why a grammar in llguidance's form can't be compiled here; None if it can.
 
-    Errors that llguidance reports by itself are not failures.
+    Errors that llguidance reports are not failures.
     """
     from llguidance import _lib
 
     command = [sys.executable, "-I", "-S", __file__, str(_lib.__file__)]
-    ended = subprocess.run(command, input=grammar.encode(), capture_output=True)
-    if ended.returncode == 0:
+    process = subprocess.run(command, input=grammar.encode(), capture_output=True)
+    if process.returncode == 0:
         return None
     return (
         f"it nests too deep, or compiling it takes more than {SECONDS} seconds or "
@@ -54,7 +54,8 @@ def main(path: str) -> None:
         matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
         for _ in range(STEPS):
             allowed = int.from_bytes(matcher.compute_bitmask(), "little")
-            if not allowed or not matcher.consume_token((allowed & -allowed).bit_length() - 1):
+            lowest_token = (allowed & -allowed).bit_length() - 1
+            if not allowed or not matcher.consume_token(lowest_token):
                 break
 
     threading.stack_size(STACK)

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class Vocabulary:
     """The tokens of a model's tokenizer, as grammars see them.
 
-    A token is either text or special. A special token stands for nothing in a grammar's text: a
+    A token is either text or special. A special token stands for nothing in a grammar's text. A
     grammar reaches it only by its name or its id, and other tokens spell its text. Special are the
-    tokens that decoding leaves out, and those that end an answer. All others are text, with the
-    bytes that decoding shows: added tokens, too.
+    tokens that decoding leaves out, and those that end an answer. All others are text, added tokens
+    too, with the bytes that decoding shows.
 
     - `size`: how many ids there are.
     - `missing`: the ids without a token.
@@ -39,15 +39,15 @@ class Vocabulary:
         decoder = repr(self._backend.decoder)
         if "ByteLevel" not in decoder and "ByteFallback" not in decoder:
             raise InvalidInput(f"a decoder without bytes: {decoder}")
-        texts, known = TokenTexts(tokenizer), len(tokenizer)
-        self._texts = [texts.bytes_of(token) for token in range(max(vocab, known))]
-        self.size = len(self._texts)
+        texts = TokenTexts(tokenizer)
+        self.size = max(vocab, len(tokenizer))
+        self._texts = [texts.bytes_of(token) for token in range(self.size)]
         self._eos = list(eos)
-        added = tokenizer.added_tokens_decoder
-        hidden = {token for token, one in added.items() if one.special}
+        added_tokens = tokenizer.added_tokens_decoder
+        hidden = {token for token, added in added_tokens.items() if added.special}
         self.missing = frozenset(token for token, text in enumerate(self._texts) if not text)
         self.special = self.missing.union(hidden, eos)
-        self.added = {one.content: token for token, one in added.items()}
+        self.added = {added.content: token for token, added in added_tokens.items()}
 
     def for_grammar(self, named: Set[int]) -> LLTokenizer:
         """Return the tokenizer for a grammar that names the ids `named`: these are special then."""
@@ -63,9 +63,9 @@ class Vocabulary:
         if self._bytes.issuperset(text.encode()):
             return ""
         return "".join(
-            one
-            for one in dict.fromkeys(text)
-            if one not in self._characters and not self._bytes.issuperset(one.encode())
+            character
+            for character in dict.fromkeys(text)
+            if character not in self._characters and not self._bytes.issuperset(character.encode())
         )
 
     @cached_property
@@ -91,7 +91,7 @@ class Vocabulary:
 def plain_backend(backend: Backend) -> Backend:
     """Change a tokenizer so that it reads any text as if it stood in the middle of another one.
 
-    Special tokens are read as the characters of which they are written.
+    It then reads the names of special tokens as ordinary characters.
     """
     backend.no_padding()
     backend.no_truncation()
@@ -115,7 +115,7 @@ def _parts(component: Any) -> list[Any]:
 
 
 class _Wrapper:
-    """What llguidance asks of a tokenizer. It gives the fields and the call their names."""
+    """A tokenizer with the fields and the call that llguidance asks for."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -136,33 +136,37 @@ class _Wrapper:
         self._special = special
 
     def __call__(self, text: str) -> list[int]:
-        """Return the ids of a text: those of the tokenizer where they spell it."""
-        written = text.encode()
+        """Return the ids of a text: the tokenizer's own where they spell it."""
+        encoded = text.encode()
         ids = self._backend.encode(text, add_special_tokens=False).ids
         spelt = b"".join(self.tokens[token] for token in ids)
-        if spelt == written and self._special.isdisjoint(ids):
+        if spelt == encoded and self._special.isdisjoint(ids):
             return ids
-        return self._spell(written)
+        return self._spell(encoded)
 
     def _spell(self, text: bytes) -> list[int]:
-        """Return the longest token with which a text begins, then that of the rest, and so on.
+        """Return the longest token with which a text begins, then that of the remainder, and so on.
 
         Bytes that no token spells are left out.
         """
         ids = list[int]()
         start = 0
         while start < len(text):
-            ends = range(min(len(text), start + self._longest), start, -1)
-            found = next((end for end in ends if text[start:end] in self._ids), None)
-            if found is not None:
-                ids.append(self._ids[text[start:found]])
-            start = found or start + 1
+            end = min(len(text), start + self._longest)
+            while end > start and text[start:end] not in self._ids:
+                end -= 1
+            if end > start:
+                ids.append(self._ids[text[start:end]])
+                start = end
+            else:
+                start += 1
         return ids
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        every = range(len(self.tokens) - 1, -1, -1)  # of equal texts, the lowest id stays
-        return {self.tokens[token]: token for token in every if token not in self._special}
+        """The token of each text; of tokens with equal texts, the one with the lowest id."""
+        descending = range(len(self.tokens) - 1, -1, -1)
+        return {self.tokens[token]: token for token in descending if token not in self._special}
 
     @cached_property
     def _longest(self) -> int:

@@ -60,7 +60,7 @@ EMBEDDED: dict[str, Embedded] = {
 
 
 def quiet(stage: str, fraction: float | None) -> None:
-    """Ignore how far something is."""
+    """Report no progress."""
 
 
 def shipped_drafter(model: str | None) -> str | None:

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INEXACT = (
-    "an answer may differ in a batch or with drafts where two tokens are nearly as likely, as only "
-    "the native kernels promise the same bits (%s)"
+    "an answer may differ in a batch or with drafts where two tokens are nearly as likely, as the "
+    "same bits are promised by the native kernels, and on CUDA where a check finds them (%s)"
 )
 
 AnyCheckpoint = Checkpoint | AdaptedCheckpoint | GgufCheckpoint
@@ -97,14 +97,16 @@ def make_model(
     if kernels is not None:
         return NativeModel(parameters, stack, kernels, chunk=chunk, weights=weights)
     _refuse_weights(weights, reason)
-    return TorchModel(parameters, stack, device, chunk=chunk, reason=reason)
+    back_end = TorchModel(parameters, stack, device, chunk=chunk, reason=reason)
+    if not back_end.exact:
+        logger.info(INEXACT, reason)
+    return back_end
 
 
 def _refuse_weights(weights: str, reason: str) -> None:
-    """Raise `InvalidInput` for `weights` that need the kernels; else log what is not promised."""
+    """Raise `InvalidInput` for `weights` that need the kernels."""
     if weights != BFLOAT16:
         raise InvalidInput(f"weights={weights!r} need the native kernels: {reason}; leave them out")
-    logger.info(INEXACT, reason)
 
 
 def open_model(
@@ -136,6 +138,8 @@ def open_model(
     else:
         _refuse_weights(weights, reason)
         model = TorchModel(checkpoint, checkpoint.stack, device, memory=memory, reason=reason)
+        if not model.exact:
+            logger.info(INEXACT, reason)
     if isinstance(checkpoint, GgufCheckpoint):
         sampling = sampling_defaults(checkpoint.sampling)
         return LoadedModel(model, checkpoint.tokenizer, checkpoint.eos_ids, sampling)

@@ -38,14 +38,7 @@ async def begin_conversation(
     """Have the engine begin to answer a conversation. Return its answers and their use of tools."""
     llm = runner.llm
     with named(request):
-        tools = await asyncio.to_thread(
-            tool_use,
-            request.shown_tools,
-            request.choice,
-            request.parallel_tool_calls,
-            request.grammars,
-            llm.tokenizer,
-        )
+        tools = await asyncio.to_thread(tool_use, request, llm.tokenizer)
     for note in tools.ignored:
         request.ignore(note)
     if not knows_effort(str(llm.tokenizer.chat_template), conversation.reasoning_effort):

@@ -21,7 +21,7 @@ from quickbeam.serve.schemas import (
     refuse,
     text_part,
 )
-from quickbeam.serve.tool_fields import INPUT, AnyTool, ToolRequest, check_tools
+from quickbeam.serve.tool_fields import INPUT, AnyTool, ToolRequest
 
 
 class TextPart(LenientBody):
@@ -177,7 +177,7 @@ class ChatRequest(ToolRequest, Conversation, GenerationRequest):
         lengths = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(lengths) > 1:
             raise refuse("differs from max_completion_tokens: give one of them", "max_tokens")
-        check_tools(self.shown_tools, self.choice, self.grammars)
+        self.check_tools()
         self.ignore_unless("verbosity", self.verbosity, "medium")
         self.ignore_unless("web_search_options", self.web_search_options)
         return self

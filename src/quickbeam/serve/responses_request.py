@@ -20,7 +20,7 @@ from quickbeam.serve.schemas import (
     format_grammars,
     refuse,
 )
-from quickbeam.serve.tool_fields import INPUT, ToolRequest, check_tools, name_shown
+from quickbeam.serve.tool_fields import INPUT, ToolRequest, name_shown
 
 LOGPROBS = "message.output_text.logprobs"
 # what a response may include; there is no reasoning, so nothing of it is left out
@@ -183,7 +183,7 @@ class ResponsesRequest(ToolRequest):
     def _agrees(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise refuse("it is for streams: set stream, too", "stream_options")
-        check_tools(self.shown_tools, self.choice, self.grammars)
+        self.check_tools()
         self._name_what_is_left_out()
         if not self.conversation.messages:
             raise refuse("no message is left: give one", "input")

@@ -14,7 +14,6 @@ from quickbeam.serve.schemas import (
     BaseRequest,
     Body,
     Few,
-    GrammarField,
     LenientBody,
     Object,
     refuse,
@@ -254,7 +253,8 @@ class AllowedTools(Body):
     allowed_tools: Allowed
 
 
-def _choice(value: Any) -> Any:
+def _nested_choice(value: Any) -> Any:
+    """Return the choice of a tool in the form of chats. Refuse one of another server's tools."""
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind not in CHOICE_KINDS:
         raise refuse(
@@ -264,27 +264,8 @@ def _choice(value: Any) -> Any:
 
 
 ToolChoice = Annotated[
-    ToolMode | NamedTool | NamedCustomTool | AllowedTools, BeforeValidator(_choice)
+    ToolMode | NamedTool | NamedCustomTool | AllowedTools, BeforeValidator(_nested_choice)
 ]
-
-
-def check_tools(
-    tools: list[Tool] | None, choice: ToolMode | NamedTool | None, grammars: list[GrammarField]
-) -> None:
-    """Raise a validation error if tools, tool choice and grammars don't fit together."""
-    names = [tool.function.name for tool in tools or []]
-    if choice not in (None, "none", "auto") and not names:
-        raise refuse("there are no tools to choose from: give tools, too", "tool_choice")
-    if len(set(names)) < len(names):
-        raise refuse("two have the same name", "tools")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise refuse(f"{choice.function.name!r} is not among the tools", "tool_choice")
-    if names and choice != "none" and grammars and grammars[0].param not in ANSWER_FORMATS:
-        raise refuse(
-            f"an answer that keeps to a grammar can't call tools: leave it out, give a schema in "
-            f"{' or '.join(ANSWER_FORMATS)} instead, or give tool_choice none",
-            grammars[0].param,
-        )
 
 
 class ToolRequest(BaseRequest):
@@ -331,3 +312,21 @@ class ToolRequest(BaseRequest):
                 return NamedTool(type="function", function=shown)
             case mode:
                 return mode
+
+    def check_tools(self) -> None:
+        """Raise a validation error if tools, tool choice and grammars don't fit together."""
+        names = [tool.function.name for tool in self.shown_tools]
+        choice = self.choice
+        grammars = self.grammars
+        if choice not in (None, "none", "auto") and not names:
+            raise refuse("there are no tools to choose from: give tools, too", "tool_choice")
+        if len(set(names)) < len(names):
+            raise refuse("two have the same name", "tools")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise refuse(f"{choice.function.name!r} is not among the tools", "tool_choice")
+        if names and choice != "none" and grammars and grammars[0].param not in ANSWER_FORMATS:
+            raise refuse(
+                f"an answer that keeps to a grammar can't call tools: leave it out, give a schema "
+                f"in {' or '.join(ANSWER_FORMATS)} instead, or give tool_choice none",
+                grammars[0].param,
+            )

@@ -19,8 +19,7 @@ from quickbeam.serve.calls import (
     ToolFormat,
 )
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.schemas import GrammarField
-from quickbeam.serve.tool_fields import NamedTool, Tool, ToolMode
+from quickbeam.serve.tool_fields import NamedTool, Tool, ToolRequest
 
 # schema of a call's arguments, without free white space, which a weak model could write endlessly
 OBJECT = {
@@ -222,18 +221,13 @@ def opens_thought(prompt: Sequence[int], tokenizer: Any) -> bool:
     return end.rstrip().endswith(("<think>", "[THINK]"))
 
 
-def tool_use(
-    tools: list[Tool] | None,
-    choice: ToolMode | NamedTool | None,
-    several: bool | None,
-    grammars: Sequence[GrammarField],
-    tokenizer: Any,
-) -> ToolUse:
+def tool_use(request: ToolRequest, tokenizer: Any) -> ToolUse:
     """Return what a request's fields about tools ask for. Raises `Refused` for what can't be.
 
-    `grammars`: what an answer without calls has to follow, at most one, of a kind that
-    `check_tools` accepts. Takes seconds the first time, where transformers reads the calls.
+    Takes seconds the first time, where transformers reads the calls.
     """
+    tools = request.shown_tools
+    choice = request.choice
     if not tools or choice == "none":
         return NO_TOOLS
     form = tool_format(tokenizer)
@@ -245,13 +239,14 @@ def tool_use(
     held = list[int]()  # the numbers of the tools whose calls are held to their schemas
     either = False
     if choice in (None, "auto"):
-        several = several is not False
+        several = request.parallel_tool_calls is not False
         held = [i for i, tool in enumerate(tools) if tool.function.strict]
-        if grammars:
-            field, make, value = grammars[0]
+        grammars = request.grammars
+        if grammars:  # one, which `check_tools` accepts
+            param, make, value = grammars[0]
             answer = make(value)
-            schemas[field] = answer
-            lark = answer_grammar(form, tools, several, tokenizer, field, answer)
+            schemas[param] = answer
+            lark = answer_grammar(form, tools, several, tokenizer, param, answer)
             either = True
         elif held:
             lark = strict_grammar(form, tools, several, tokenizer)
@@ -261,7 +256,7 @@ def tool_use(
         name = choice.function.name if isinstance(choice, NamedTool) else None
         held = [i for i, tool in enumerate(tools) if name in (None, tool.function.name)]
         # Several only if asked for: a model may not know when to end what a grammar lets go on.
-        several = several is True and choice == "required"
+        several = request.parallel_tool_calls is True and choice == "required"
         lark = forcing_grammar(form, [tools[i] for i in held], several, tokenizer)
     if lark is not None:
         schemas |= _argument_schemas(tools, held)

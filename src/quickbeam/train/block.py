@@ -1,8 +1,8 @@
-"""What a block drafter is trained for: the target's distributions over a block's tokens.
+"""The loss that trains a block drafter: how far it is from the target's distributions.
 
-This is DSpark's way (2607.05147). One pass a batch runs the blocks of many anchors at once: a
+The loss is DSpark's (2607.05147). One pass a batch runs the blocks of many anchors at once: a
 block's rows see the context strictly before its anchor, and one another. The token before each
-position is the text's own ("teacher forcing").
+position is that of the text ("teacher forcing").
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a training is asked for: the text, the drafter, the shortlist.
+"""The options of a training: of the text, the drafter, the shortlist.
 
 This module does not import PyTorch: the fields are the options of `quickbeam train`.
 """

@@ -1,4 +1,4 @@
-"""Clusters of a vocabulary, and a router over them: made, trained, and measured.
+"""Makes clusters of a vocabulary, and trains and measures a router over them.
 
 A router predicts which clusters a row of the drafter needs, before the drafter's layer has run.
 Tokens of a cluster are alike: they have similar rows of the head (DynaSpec, 2510.13847: spherical

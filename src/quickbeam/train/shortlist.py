@@ -110,7 +110,7 @@ class ShortlistTraining:
                 raise InvalidInput(f"--list-of {plan.list_of}: of another vocabulary")
 
     def to_cpu(self) -> None:
-        """Move what is used after the text was read to the CPU, where its places are."""
+        """Move network, embedding and head to the CPU, where the places of the text are."""
         self.network.cpu()
         self.target.to_cpu()
 

@@ -1,8 +1,9 @@
 """The training loop of a block drafter: steps, checkpoints, reports.
 
-All that is drawn at random depends on the seed and the number of the step or round. So a training
-that was killed and goes on from its last checkpoint ends with the same weights as one that was not
-(on a GPU up to rounding: hidden states that it had are read anew, in other batches).
+All random choices depend on the seed and the number of the step or round. So a training that was
+killed and goes on from its last checkpoint ends with the same weights as one that was not. On a GPU
+they are the same up to rounding, because the target's hidden states are computed anew, in other
+batches.
 """
 
 from __future__ import annotations
@@ -189,9 +190,9 @@ class Trainer:
     def run(self, report: Callable[[Report], None]) -> HeldOutMetrics:
         """Train to the end, and return the held-out figures of the result.
 
-        Raises `QuickbeamError` for a loss or a gradient that is not finite. They are looked at for
-        a report and before a checkpoint, since every look waits for the device. Whatever ends it
-        early, the last checkpoint stands.
+        Raises `QuickbeamError` for a loss or a gradient that is not finite. Both are checked only
+        for a report and before a checkpoint, because a check waits for the device. A training that
+        ends early leaves its last checkpoint.
         """
         batches = self.batches()
         saved = reported = began = time.perf_counter()
@@ -258,7 +259,7 @@ class Trainer:
         return [loss for loss, _ in figures]
 
     def check(self, tokens: int) -> HeldOutMetrics:
-        """Return figures on about so many `tokens` of held-out conversations."""
+        """Return figures on held-out conversations of about `tokens` tokens."""
         indices = list[int]()
         count = 0
         for index in self._held:

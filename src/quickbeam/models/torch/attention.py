@@ -19,12 +19,14 @@ from quickbeam.models.weights.parameters import query_factors
 Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, `[n, rotary_dim / 2]` each
 
 
-def attention_on(device: torch.device) -> Callable[..., torch.Tensor]:
-    """Return the function that does what `attend` does on a device.
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device: on CUDA, where Triton is installed."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
-    On CUDA these are Triton's kernels, where Triton is installed.
-    """
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+
+def attention_on(device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return the function that does what `attend` does on a device: Triton's kernels, or itself."""
+    if not runs_triton(device):
         return attend
     from quickbeam.models.torch import fused_attention
 

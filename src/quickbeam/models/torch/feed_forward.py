@@ -49,7 +49,7 @@ class Router(nn.Module):
     def __init__(self, routing: Routing, reader: Reader) -> None:
         super().__init__()
         self.routing = routing
-        self.logits = reader.product(routing.logits, torch.float32)
+        self.logits = reader.dense_product(routing.logits, torch.float32)
         self.correction = reader.optional_vector(routing.correction)
         self.scale = reader.optional_vector(routing.scale)
 
@@ -115,7 +115,7 @@ class GroupedProduct(nn.Module):
 
     def __init__(self, linears: Sequence[Linear], reader: Reader) -> None:
         super().__init__()
-        products = [reader.product(linear) for linear in linears]
+        products = [reader.dense_product(linear) for linear in linears]
         weights: list[torch.Tensor] = [product.weight for product in products]
         biases: list[torch.Tensor] = [one.bias for one in products if one.bias is not None]
         self.weight = constant(torch.stack(weights))
@@ -149,7 +149,7 @@ class ExpertsLayer(nn.Module):
         if experts.shared is not None:
             self.shared = FeedForwardLayer(experts.shared, reader)
         if experts.shared_gate is not None:
-            self.shared_gate = reader.product(experts.shared_gate, torch.float32)
+            self.shared_gate = reader.dense_product(experts.shared_gate, torch.float32)
 
     def forward(
         self, x: torch.Tensor, rows: PassRows, router_reads: torch.Tensor | None = None

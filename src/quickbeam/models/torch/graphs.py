@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quickbeam.models.torch.pages import RowPool
-from quickbeam.models.torch.rows import ListedRows, PassRows, PassSizes
+from quickbeam.models.torch.rows import ListedRows, Padding, PassRows, PassSizes
 
 Compute = Callable[..., Sequence[torch.Tensor]]
 Options = tuple[Hashable, ...]
@@ -139,10 +139,9 @@ class Passes:
         self._compute, self._pool = compute, pool
         self._graphs = Graphs(compute, pool.device) if pool.device.type == "cuda" else None
 
-    @property
-    def padded(self) -> bool:
-        """Whether passes have padded sizes."""
-        return self._graphs is not None
+    def padding(self, block: int = 1) -> Padding | None:
+        """Return how sizes of passes are rounded up; None where they stay as they are."""
+        return None if self._graphs is None else Padding(block=block)
 
     def run(
         self, listed: ListedRows, inputs: Sequence[torch.Tensor] = (), options: Options = ()

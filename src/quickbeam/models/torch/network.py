@@ -18,6 +18,7 @@ from quickbeam.models.torch.feed_forward import (
     GroupedProduct,
     ParallelExpertsLayer,
 )
+from quickbeam.models.torch.packed_weight import PackedProduct
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.parts import ACTIVATIONS, Product, Reader, soft_cap
 from quickbeam.models.torch.recurrent import recurrent_layer
@@ -25,7 +26,7 @@ from quickbeam.models.torch.rows import PassRows
 from quickbeam.models.torch.states import State
 from quickbeam.models.weights.parameters import Parameters
 
-PRODUCTS = (Product, GroupedProduct)
+PRODUCTS = (Product, GroupedProduct, PackedProduct)
 
 
 class Embedding(nn.Module):
@@ -145,15 +146,20 @@ class Block(nn.Module):
 class Network(nn.Module):
     """A `Stack` with its weights on `device`.
 
-    `parameters` are released as they are read.
+    `parameters` are released as they are read. `packed`: weights of 4 bits stay packed.
     """
 
     def __init__(
-        self, parameters: Parameters, stack: Stack, device: torch.device, dtype: torch.dtype
+        self,
+        parameters: Parameters,
+        stack: Stack,
+        device: torch.device,
+        dtype: torch.dtype,
+        packed: bool = False,
     ) -> None:
         super().__init__()
         self.stack = stack
-        reader = Reader(parameters, device, dtype)
+        reader = Reader(parameters, device, dtype, packed)
         self.embedding = Embedding(reader.table(stack.embedding), stack.scale)
         self.positions: nn.Parameter | None = None
         if stack.positions is not None:
@@ -162,7 +168,7 @@ class Network(nn.Module):
         if stack.per_layer is not None:
             self.per_layer = PerLayerEmbeddings(stack.per_layer, len(stack.layers), reader)
         self.embedding_norm, self.norm = reader.norm(stack.embedding_norm), reader.norm(stack.norm)
-        self.head = reader.product(stack.head)
+        self.head = reader.dense_product(stack.head)
         if torch.equal(self.head.weight, self.embedding.weight):  # one tensor in the checkpoint
             self.head.weight = self.embedding.weight
         self.blocks = nn.ModuleList()

@@ -11,6 +11,7 @@ from torch import nn
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import Weight, dense_rows
 from quickbeam.models.stack import Linear, Name, Norm
+from quickbeam.models.torch.packed_weight import PackedProduct, PackedWeight
 from quickbeam.models.weights.parameters import Parameters, norm_weight, rows_of
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -36,15 +37,17 @@ class Product(nn.Module):
     """`weight @ x + bias`: `[..., inputs]` in any format to `[..., outputs]` float32.
 
     `weight`: `[outputs, inputs]`, in whose format the product is computed. `bias`: `[outputs]`.
+    `multiply` computes it, and may be replaced.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.weight = constant(weight)
         self.bias = None if bias is None else constant(bias)
+        self.multiply: Callable[..., torch.Tensor] = F.linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).float()
+        return self.multiply(x.to(self.weight.dtype), self.weight, self.bias).float()
 
 
 class NormLayer(nn.Module):
@@ -81,11 +84,18 @@ def dense(weight: Weight) -> torch.Tensor:
 class Reader:
     """Makes the parts of layers from a model's `parameters`.
 
-    They are on `device`, and products are in `dtype`.
+    They are on `device`, and products are in `dtype`. `packed`: weights of 4 bits stay packed.
     """
 
-    def __init__(self, parameters: Parameters, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        device: torch.device,
+        dtype: torch.dtype,
+        packed: bool = False,
+    ) -> None:
         self._parameters, self._device, self._dtype = parameters, device, dtype
+        self._packed = packed
 
     def table(self, name: Name) -> nn.Parameter:
         """Return a whole parameter in the products' format."""
@@ -99,14 +109,24 @@ class Reader:
         """Return a whole parameter in float32; None where there is none."""
         return None if name is None else self.vector(name)
 
-    def product(self, linear: Linear, dtype: torch.dtype | None = None) -> Product:
-        """Return a product, in `dtype` if one is given."""
+    def product(self, linear: Linear) -> Product | PackedProduct:
+        """Return a product, whose weight stays packed where it can."""
+        weights = [rows_of(rows, self._parameters(rows.name)) for rows in linear.weights]
+        packed = PackedWeight.of(weights) if self._packed else None
+        if packed is None:
+            return self.dense_product(linear)
+        return PackedProduct(packed.to(self._device), self._bias(linear, self._dtype), self._dtype)
+
+    def dense_product(self, linear: Linear, dtype: torch.dtype | None = None) -> Product:
+        """Return a product whose weight is widened, in `dtype` if one is given."""
         dtype = self._dtype if dtype is None else dtype
         weights = [dense(rows_of(rows, self._parameters(rows.name))) for rows in linear.weights]
-        biases = [rows_of(rows, self._parameters(rows.name)) for rows in linear.biases]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        bias = torch.cat(biases).to(self._device, dtype) if biases else None
-        return Product(weight.to(self._device, dtype), bias)
+        return Product(weight.to(self._device, dtype), self._bias(linear, dtype))
+
+    def _bias(self, linear: Linear, dtype: torch.dtype) -> torch.Tensor | None:
+        biases = [rows_of(rows, self._parameters(rows.name)) for rows in linear.biases]
+        return torch.cat(biases).to(self._device, dtype) if biases else None
 
     def norm(self, norm: Norm | None) -> nn.Module:
         """Return a norm; where there is none, a module that changes nothing."""

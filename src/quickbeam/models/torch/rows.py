@@ -8,7 +8,7 @@ tree. So what a row reads, and in which order, doesn't depend on its siblings or
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -39,6 +39,16 @@ class UncommittedTokens(NamedTuple):
     @property
     def rows(self) -> int:
         return len(self.depths) - self.base
+
+    def between(self, first: int, last: int) -> UncommittedTokens:
+        """Return tokens `first` to `last` (excluded) alone, once those before them have run."""
+        return UncommittedTokens(
+            self.cache,
+            self.depths[:last],
+            first,
+            None if self.seen is None else self.seen[first - self.base : last - self.base],
+            None if self.parents is None else self.parents[:last],
+        )
 
 
 def uncommitted(part: Part) -> UncommittedTokens:
@@ -188,6 +198,12 @@ class ListedRows(NamedTuple):
     recurrent_calls: Sequence[RecurrentCall]
     texts: Sequence[range]
 
+    @property
+    def written(self) -> np.ndarray:
+        """As of `PassRows`."""
+        before = TENSORS.index("written") * self.sizes.rows
+        return self.numbers[before : before + self.sizes.rows]
+
     def to(self, device: torch.device) -> PassRows:
         return PassRows.of(
             to_device(self.numbers, device),
@@ -196,6 +212,24 @@ class ListedRows(NamedTuple):
             recurrent_calls=self.recurrent_calls,
             texts=self.texts,
         )
+
+
+def passes_of(parts: Sequence[UncommittedTokens], widest: int) -> Iterator[list[UncommittedTokens]]:
+    """Yield parts of passes of at most `widest` rows that run the rows of `parts` in turn."""
+    parts_of_pass = list[UncommittedTokens]()
+    left = widest
+    for part in parts:
+        first = part.base
+        while first < len(part.depths):
+            last = min(len(part.depths), first + left)
+            parts_of_pass.append(part.between(first, last))
+            left -= last - first
+            first = last
+            if not left:
+                yield parts_of_pass
+                parts_of_pass, left = [], widest
+    if parts_of_pass:
+        yield parts_of_pass
 
 
 def next_power(number: int, least: int = 1, base: int = 2) -> int:
@@ -231,6 +265,27 @@ def padded_sizes(needed: PassSizes, block: int = 1) -> PassSizes:
     )
 
 
+class Padding(NamedTuple):
+    """How sizes of passes are rounded up: as by `padded_sizes`, for rows in blocks of `block`.
+
+    `rows`, `wanted`: where given, the numbers of rows, and of rows with logits, that passes may
+    have; the smallest that fits is taken.
+    """
+
+    rows: Sequence[int] = ()
+    wanted: Sequence[int] = ()
+    block: int = 1
+
+    def around(self, needed: PassSizes) -> PassSizes:
+        """Return the sizes of the padded pass that a pass of the sizes `needed` runs in."""
+        sizes = padded_sizes(needed, self.block)
+        rows = [size for size in self.rows if size >= needed.rows]
+        wanted = [size for size in self.wanted if size >= needed.wanted]
+        return sizes._replace(
+            rows=min(rows, default=sizes.rows), wanted=min(wanted, default=sizes.wanted)
+        )
+
+
 def list_draws(batch: Batch) -> np.ndarray | None:
     """Return `PassRows.draws` of a batch, `[w, 3]` int64; None where nothing is drawn."""
     listed = list[Draws]()
@@ -250,15 +305,13 @@ def list_pass(
     pool: RowPool,
     tokens: Sequence[int] = (),
     wanted: Sequence[int] = (),
-    padded: bool = False,
+    padding: Padding | None = None,
     draws: np.ndarray | None = None,
-    block: int = 1,
 ) -> ListedRows:
     """List the rows of a pass over these parts, for which room is made. Raises `NoRoom`.
 
-    `tokens`: of all rows. `wanted`: the numbers of rows after which logits are wanted. `padded`:
-    the sizes are those of `padded_sizes`, for rows in blocks of `block`. `draws`: as of
-    `list_draws`.
+    `tokens`: of all rows. `wanted`: the numbers of rows after which logits are wanted. `padding`:
+    how sizes are rounded up; None where they stay as they are. `draws`: as of `list_draws`.
     """
     totals = [part.cache.length + len(part.depths) for part in parts]
     for part, total in zip(parts, totals, strict=True):
@@ -273,8 +326,8 @@ def list_pass(
         path=max([1, *depths]),
         draws=draws is not None,
     )
-    if padded:
-        sizes = padded_sizes(sizes, block)
+    if padding is not None:
+        sizes = padding.around(sizes)
     numbers = np.zeros(sizes.numbers, np.int64)
     ends = np.cumsum([math.prod(shape) for shape in sizes.shapes])
     pieces = zip(np.split(numbers, ends[:-1]), sizes.shapes, strict=True)
@@ -306,4 +359,4 @@ def list_pass(
     if pool.zeros:
         of_parts = [(p.cache.states, p.parents, p.base, len(p.depths)) for p in parts]
         calls = recurrent_calls(of_parts, pool.device)
-    return ListedRows(numbers, sizes, pool.page, calls, [] if padded else texts)
+    return ListedRows(numbers, sizes, pool.page, calls, texts if padding is None else [])

@@ -1,0 +1,28 @@
+"""Settings of PyTorch's products on CUDA under which a row's bits are most often the same."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+# A library without room for parts of sums divides no sum among several programs (split-K), and
+# shares no room between streams.
+WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+
+
+def fix_sums() -> None:
+    """Have products add in float32 and in one way, for the whole process.
+
+    Products in float32 keep all bits (no TF32), and sums of products in 16 bits are in float32. No
+    kernel is chosen by measuring. A user's own workspaces stay, and ours count where the library
+    has not been used before.
+    """
+    for name, value in WORKSPACES.items():
+        os.environ.setdefault(name, value)
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_tf32 = False
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False
+    if torch.cuda.is_available():
+        torch.cuda.tunable.enable(False)
