@@ -79,7 +79,7 @@ def test_a_folder_that_cannot_be_written_is_named_first(monkeypatch, tmp_path, f
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / ("below" if full else "file")))
     if full:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=build.ROOM - 1))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=build.FREE_BYTES - 1))
     words = f"kernels can't be written{': No space left' if full else ''}"
     refuses(words, build.build, "plain", error=build.CannotBuild)
 
