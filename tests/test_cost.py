@@ -18,7 +18,7 @@ from quickbeam.engine import measuring
 from quickbeam.engine.budget import ASKED, PLAIN, UNASKED, Budget, Comparison, worth_asking
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.measuring import WIDTHS, measure, measure_or_read
-from quickbeam.models.cache.kv import NoRoom
+from quickbeam.models.cache.kv import OutOfPages
 from quickbeam.models.opening import make_model
 
 
@@ -39,7 +39,7 @@ def test_cost_is_interpolated_and_measured_within_the_memory(monkeypatch):
     assert cost.call("d", 1) == 1.5
     model = make_model(tiny("qwen3", torch.float32, seed=5))
     pool, limits = model.pool, set[int | None]()
-    pool.limit, pool.spare = 2, lambda: pytest.fail("nothing is to be given up")
+    pool.limit, pool.evict = 2, lambda: pytest.fail("nothing is to be given up")
     held = pool.new()
     held.reserve(2 * pool.page)
 
@@ -53,8 +53,8 @@ def test_cost_is_interpolated_and_measured_within_the_memory(monkeypatch):
         with pytest.raises(RuntimeError) if broken else contextlib.nullcontext():
             measure(model, 8)
         assert (limits, pool.limit, pool.used) == ({2}, 2, 2)
-        pool.spare = lambda: False
-        with pytest.raises(NoRoom):
+        pool.evict = lambda: False
+        with pytest.raises(OutOfPages):
             pool.new().reserve(1)
     held.release()
 

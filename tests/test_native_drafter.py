@@ -209,8 +209,8 @@ def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
 
     def scored(name):
         made, program = parts.NativeRouter(router, kernels, name), Program(kernels)
-        named = program.given("hidden", sizes[0], True), program.given("embedded", sizes[1])
-        made.add(program, *named, program.given("routed", made.clusters, True))
+        named = program.external("hidden", sizes[0], True), program.external("embedded", sizes[1])
+        made.add(program, *named, program.external("routed", made.clusters, True))
         scores = torch.full((len(wanted), clusters), torch.nan)
         given = {"hidden": hidden, "embedded": embedded, "routed": scores}
         program.run(plain_rows(n, tuple(wanted)), given)

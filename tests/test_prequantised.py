@@ -30,7 +30,7 @@ from quickbeam.models.native.quantised import BlockRows, dense_rows
 from quickbeam.models.weights.checkpoint import Checkpoint
 from quickbeam.models.weights.prequantised import QuantisedTensor, QuantMethod
 from quickbeam.models.weights.shapes import refuse_shared_experts
-from quickbeam.models.weights.stored import dense, located
+from quickbeam.models.weights.sources import dense, source_of
 from quickbeam.models.weights.tensor_files import TensorFiles
 from quickbeam.params import SamplingParams
 from streaming import alike, limits, on_disk
@@ -318,7 +318,7 @@ def test_float8_with_as_many_blocks_as_outputs_and_beside_experts(inputs, width,
     weight = quantised(128, inputs, CASES["fp8"], torch.Generator().manual_seed(1))
     save_file({f"m.{part}": of for part, of in by_blocks(weight).items()}, tmp_path / SINGLE)
     files = TensorFiles(tmp_path)
-    stored = located(
+    stored = source_of(
         "m.weight", {name: name for name in files.names}, files, QuantMethod("fp8"), width
     )
     assert isinstance(stored, QuantisedTensor)

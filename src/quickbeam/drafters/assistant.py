@@ -36,7 +36,7 @@ from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.pages import PagedStore, PagePool
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import FLOAT32
-from quickbeam.models.stack import Linear, Stack, Tensor
+from quickbeam.models.stack import Linear, ParameterRows, Stack
 from quickbeam.models.weights.checkpoint import ModelConfig, read_config, read_json
 from quickbeam.models.weights.parameters import Parameters, names
 from quickbeam.models.weights.shapes import expected
@@ -60,7 +60,7 @@ class CompiledAssistant(CompiledDrafter):
     """An assistant's layers. `states`: `[rows, 2 * width]`, what is joined."""
 
     def _embed(self, program: Program, target: Buffer) -> None:
-        states = program.given("states", self._head.inputs, self._float32)
+        states = program.external("states", self._head.inputs, self._float32)
         program.linear(self._head, states, target)
 
 
@@ -73,7 +73,7 @@ class AssistantPasses:
 
     def __init__(self, parameters: Parameters, stack: Stack, pool: PagePool, weights: str) -> None:
         self._compiled = CompiledAssistant(parameters, stack, pool, weights)
-        self._compiled.watch([len(stack.layers) + 1])
+        self._compiled.set_aux_layers([len(stack.layers) + 1])
         packed = NativePacker(pool.kernels, weights)(parameters(SPLIT))
         self._split = NativeLinear(pool.kernels, packed)
 
@@ -165,7 +165,7 @@ class AssistantDrafter(Drafter):
     def __init__(self, passes: AssistantPasses, head: Head, model: Model, layer: int) -> None:
         self.passes, self.head, self.vocab_size = passes, head, model.vocab_size
         self._embedding = model.embedding
-        model.watch([layer])
+        model.set_aux_layers([layer])
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> AssistantState:
         return AssistantState()
@@ -239,7 +239,7 @@ def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
                 f"an assistant needs the native kernels, and this model runs on "
                 f"{model.describe()}; name another drafter"
             )
-        stack = replace(gemma4(Config(config, model.dtype)), head=Linear((Tensor(JOIN),)))
+        stack = replace(gemma4(Config(config, model.dtype)), head=Linear((ParameterRows(JOIN),)))
         for of in stack.attentions:
             kept = model.pool.shapes[of.source or 0]
             if kept.key_dim != of.head_dim or of.heads % kept.kv_heads:

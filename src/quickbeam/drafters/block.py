@@ -41,7 +41,7 @@ from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8, Packed
-from quickbeam.models.stack import BlockConv, FeedForward, Layer, Linear, Tensor
+from quickbeam.models.stack import BlockConv, FeedForward, Layer, Linear, ParameterRows
 from quickbeam.models.torch.graphs import Passes
 from quickbeam.models.torch.rows import PassRows, UncommittedTokens, list_pass, uncommitted
 from quickbeam.models.weights.checkpoint import ModelConfig
@@ -163,7 +163,7 @@ class NativeBlocks:
             if self.config.conv_taps:
                 convs = self._conv(i, "attention"), self._conv(i, "mlp")
                 layers[i] = replace(layers[i], convs=convs)
-        head = Linear((Tensor("model.fc.weight"),))
+        head = Linear((ParameterRows("model.fc.weight"),))
         stack = replace(described, layers=tuple(layers), head=head)
         own = {f"model.{name}": one for name, one in network.state_dict().items()}
         finite = all(bool(one.isfinite().all()) for one in own.values())
@@ -172,7 +172,7 @@ class NativeBlocks:
         self.pool = PagePool(kv_shapes(stack), kernels)
         weights = name or (INT8 if finite else BFLOAT16)
         self._compiled = CompiledDrafter(parameters, stack, self.pool, weights)
-        self._compiled.watch([self.config.depth + 1])
+        self._compiled.set_aux_layers([self.config.depth + 1])
         self._reading = self._make_reading(network, self._compiled.packed(stack.head))
 
     @cached_property
@@ -227,7 +227,7 @@ class NativeBlocks:
 
     def _conv(self, i: int, name: str) -> BlockConv:
         c, at = self.config, f"model.layers.{i}.{name}_conv"
-        shared = Linear((Tensor(f"{at}.kernel_projection.weight"),))
+        shared = Linear((ParameterRows(f"{at}.kernel_projection.weight"),))
         return BlockConv(shared, f"{at}.base_kernel", c.conv_taps, c.conv_group, c.block_size)
 
     def _of_gemma(self, c: Config, layer: Layer, i: int) -> Layer:
@@ -245,7 +245,7 @@ class NativeBlocks:
         """Return the program that reads committed tokens: keys and values of each layer."""
         program, epsilon = Program(self._pack.kernels), self.config.eps
         fused, normed = program.buffer(fc.outputs, True), program.buffer(fc.outputs)
-        program.linear(fc, program.given("states", fc.inputs), fused)
+        program.linear(fc, program.external("states", fc.inputs), fused)
         program.norm(fused, normed, network.hidden_norm.weight, epsilon)
         how = {"value_norm": self.config.gemma, "values_are_keys": self.config.values_are_keys}
         layers: Any = zip(network.layers, self.pool.shapes, self.pool.offsets, strict=True)
@@ -277,8 +277,8 @@ class BlockState(FeatureState):
         self.gates: torch.Tensor | None = None
         self.after: torch.Tensor | None = None
 
-    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
-        super().adopt(chunks, tokens, hidden)
+    def attach(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
+        super().attach(chunks, tokens, hidden)
         if chunks and self.waiting:  # a row depends on its own token alone: the last is read
             self.unread.drop(1)
 
@@ -299,8 +299,8 @@ class BlockDrafter(FeatureDrafter):
     deep as the block is long get zeros: nothing is proposed there.
 
     The drafter takes the network over, and makes `model` return the hidden states that it reads
-    (`Model.watch`). `native`: let the native kernels run the network where they can. `weights`: the
-    format that they keep its weights in; None: 8 bits.
+    (`Model.set_aux_layers`). `native`: let the native kernels run the network where they can.
+    `weights`: the format that they keep its weights in; None: 8 bits.
     """
 
     kind = BlockState
@@ -319,7 +319,7 @@ class BlockDrafter(FeatureDrafter):
         self.vocab_size, self.device = model.vocab_size, model.device
         self.tokens, size = network.tokens, network.config.hidden_size
         self.head_size, self.within = None if self.tokens is not None else size, within
-        model.watch(network.config.taps)
+        model.set_aux_layers(network.config.taps)
         # weights of rows for the confidence, and what each token before adds
         self._confidence: tuple[torch.Tensor, Sequence[float]] | None = None
         if self.network.config.confidence:

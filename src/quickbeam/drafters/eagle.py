@@ -59,8 +59,8 @@ class EagleState(FeatureState):
             self.shadow = None
         self.routed = self.root_routed = None
 
-    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
-        super().adopt(chunks, tokens, hidden)
+    def attach(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
+        super().attach(chunks, tokens, hidden)
         if chunks:  # the last row depends on the token after it, too, and is computed anew
             self.cache.truncate(self.cache.length - 1)
 
@@ -84,9 +84,9 @@ class EagleDrafter(FeatureDrafter):
     with the target's own hidden states. Their rows overwrite those of the last tree. Each later
     request adds one row for each node, which attends to the rows of the node's ancestors.
 
-    The drafter makes `model` return the hidden states after `layers` (`Model.watch`), which its
-    `passes` read. `head_size`: how wide what the target's head reads is; None for a head of its
-    own, whose columns are of `tokens`. `routes`: whether a router can choose what is scored.
+    The drafter makes `model` return the hidden states after `layers` (`Model.set_aux_layers`),
+    which its `passes` read. `head_size`: the width of the target's head's input; None for a head of
+    its own, whose columns are of `tokens`. `routes`: whether a router can choose what is scored.
     """
 
     kind = EagleState
@@ -102,7 +102,7 @@ class EagleDrafter(FeatureDrafter):
     ) -> None:
         self.passes, self.pool, self.vocab_size = passes, passes.pool, model.vocab_size
         self.head_size, self.tokens, self.routes = head_size, tokens, routes
-        model.watch(layers)
+        model.set_aux_layers(layers)
 
     @inference
     def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:

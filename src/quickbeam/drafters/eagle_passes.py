@@ -168,9 +168,9 @@ class NativeEagle:
         outputs = {"feature": config.final_norm, "out": config.norm_output}
         for name, norm in outputs.items():
             if norm:
-                add_norm(program, residual, program.given(name, d), network.norm)
+                add_norm(program, residual, program.external(name, d), network.norm)
             else:
-                program.copy(residual, program.given(name, d))
+                program.copy(residual, program.external(name, d))
         return program
 
     def _join(
@@ -185,7 +185,7 @@ class NativeEagle:
         token, normed, joined = program.buffer(d), program.buffer(d), program.buffer(2 * d)
         wide = config.join == "attention"
         width = len(config.layers) * config.target_size if committed else d
-        states = program.given("states", width)
+        states = program.external("states", width)
         embedding: Any = network.embedding
         weight, rows = embedding.weight, program.buffer(d, True)
         weight = weight.detach() if isinstance(weight, torch.Tensor) else weight
@@ -198,7 +198,7 @@ class NativeEagle:
         else:
             program.copy(states, state)
         if router is not None:
-            router.add(program, state, token, program.given("routed", router.clusters, True))
+            router.add(program, state, token, program.external("routed", router.clusters, True))
         if not wide:
             program.copy(token, joined)
             program.copy(state, joined, column=d)

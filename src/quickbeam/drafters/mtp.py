@@ -30,7 +30,7 @@ from quickbeam.models.native import library
 from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT8, BlockRows
-from quickbeam.models.stack import Linear, Norm, Stack, Tensor
+from quickbeam.models.stack import Linear, Norm, ParameterRows, Stack
 from quickbeam.models.weights.checkpoint import ModelConfig
 from quickbeam.models.weights.gguf.architecture import architecture_of
 from quickbeam.models.weights.gguf.checkpoint import GgufParameters
@@ -39,7 +39,7 @@ from quickbeam.models.weights.gguf.names import mtp_names
 from quickbeam.models.weights.parameters import Parameters, names
 from quickbeam.models.weights.prequantised import method_of
 from quickbeam.models.weights.shapes import expected
-from quickbeam.models.weights.stored import Stored, located, own_names
+from quickbeam.models.weights.sources import ParameterSource, source_of, tensor_names
 from quickbeam.models.weights.tensor_files import TensorFiles
 
 NO_HEAD = (
@@ -78,7 +78,7 @@ def joined(stack: Stack, layout: MtpLayout) -> Stack:
 
     What joins its input has the place of the head, which is the model's.
     """
-    fc = Linear((Tensor(f"{layout.fc}.weight"),))
+    fc = Linear((ParameterRows(f"{layout.fc}.weight"),))
     return replace(stack, norm=norm_of(stack, layout.norm), head=fc)
 
 
@@ -101,7 +101,7 @@ def mtp_parameters(
     `named`: the stored name of each of its parameters. `embedding`: the model's. Raises
     `InvalidInput` for a parameter that is missing, or has another shape.
     """
-    layer, width, stored = f"{layout.layer}.", embedding.shape[1], dict[str, Stored]()
+    layer, width, stored = f"{layout.layer}.", embedding.shape[1], dict[str, ParameterSource]()
     named = named | {
         f"{stack.inside}.0.{name.removeprefix(layer)}": one
         for name, one in named.items()
@@ -111,7 +111,7 @@ def mtp_parameters(
     shapes = expected(stack, config) | beside
     wanted = names(stack) - {stack.embedding} | beside.keys()
     for name in wanted:
-        if (one := located(name, named, files, method)) is not None:
+        if (one := source_of(name, named, files, method)) is not None:
             stored[name] = one
     known = [(name, one.shape(files), shapes.get(name)) for name, one in stored.items()]
     mismatched = [one for one in known if one[2] not in (None, one[1])]
@@ -133,7 +133,7 @@ class CompiledMtp(CompiledDrafter):
 
     def _embed(self, program: Program, target: Buffer) -> None:
         width, wide = target.width, self._float32
-        states, token = program.given("states", width, wide), program.buffer(width, True)
+        states, token = program.external("states", width, wide), program.buffer(width, True)
         both = program.buffer(2 * width, wide)
         super()._embed(program, token)
         layout, norm = self._layout, self._compiler.norm
@@ -173,7 +173,7 @@ class MtpPasses:
             finite = all(isinstance(one, BlockRows) or one.isfinite().all() for one in own)
             weights = INT8 if finite else BFLOAT16
         self._compiled = CompiledMtp(parameters, stack, layout, self.pool, weights)
-        self._compiled.watch([2] if normed else [1, 2])
+        self._compiled.set_aux_layers([2] if normed else [1, 2])
         self._width = int(model.config.hidden_size)
         self.logits = NativePacker(kernels, weights).head(head)
 
@@ -216,7 +216,7 @@ def _of_folder(folder: Path, model: Model) -> tuple[Parameters, Stack, MtpLayout
     stack, one = mtp_stack(config, model.dtype)
     (head,) = {one.name for one in stack.head.weights}
     named = {name: name for name in files.names}
-    named |= own_names(files.names, config.model_type, stack.embedding, head, True)
+    named |= tensor_names(files.names, config.model_type, stack.embedding, head, True)
     named = {name: one for name, one in named.items() if is_mtp(name, config)}
     if (layout := mtp_layout(named, config.num_hidden_layers)) is None:
         raise InvalidInput(NO_HEAD)

@@ -17,7 +17,7 @@ from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import EXACT_FORMATS, Packed, Packer
 from quickbeam.models.weights.parameters import Parameters
-from quickbeam.models.weights.stored import Stored, dense
+from quickbeam.models.weights.sources import ParameterSource, dense
 from quickbeam.models.weights.tensor_files import TensorFiles
 
 
@@ -73,7 +73,7 @@ class DrafterParameters(Parameters):
         config: Any,
         dtype: torch.dtype,
         given: Mapping[str, torch.Tensor],
-        stored: Mapping[str, Stored] = MappingProxyType({}),
+        stored: Mapping[str, ParameterSource] = MappingProxyType({}),
         files: TensorFiles | None = None,
     ) -> None:
         self.config, self.dtype, self.given = config, dtype, given
@@ -110,7 +110,7 @@ class CompiledDrafter(CompiledStack):
 
     def _project(self, program: Program, source: Buffer) -> None:
         for name in ("logits", "best"):
-            program.given(name, 1)
+            program.external(name, 1)
 
     def _results(self, rows: RowList) -> dict[str, torch.Tensor]:
         states = {} if self.states is None else {"states": self.states}

@@ -199,7 +199,7 @@ class Model(ABC):
         """Run all rows of `batch`, and return the results of each part.
 
         The keys and values of a part's rows lie behind its sequence's committed tokens, and are not
-        committed. Raises `NoRoom` where the pool has no page left.
+        committed. Raises `OutOfPages` where the pool has no page left.
         """
 
     @property
@@ -213,7 +213,7 @@ class Model(ABC):
         """The module from hidden states after the final norm to logits."""
 
     @abstractmethod
-    def watch(self, layers: Sequence[int]) -> None:
+    def set_aux_layers(self, layers: Sequence[int]) -> None:
         """Return hidden states after `layers` with every pass from now on.
 
         Number i, from 1 to the number of layers, means the residual stream after i layers. One more

@@ -65,12 +65,12 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
 class LoadedModel(NamedTuple):
     """A model that is ready to run, and its tokenizer.
 
-    `ends`: ids that end an answer. `sampling`: of `sampling_defaults`.
+    `eos_ids`: ids that end an answer. `sampling`: of `sampling_defaults`.
     """
 
     model: Model
     tokenizer: Any
-    ends: set[int]
+    eos_ids: set[int]
     sampling: dict[str, float]
 
 

@@ -13,7 +13,7 @@ Name = str  # of a parameter of transformers' causal language model
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ParameterRows:
     """Some rows of a parameter: of a weight `[outputs, inputs]`, or of its bias.
 
     `part` of `parts`: which of so many equal pieces. With `heads`, each of so many heads holds its
@@ -40,8 +40,8 @@ class Tensor:
 class Linear:
     """A product with `weights` that are stacked one below the other, plus `biases` or none."""
 
-    weights: tuple[Tensor, ...]
-    biases: tuple[Tensor, ...] = ()
+    weights: tuple[ParameterRows, ...]
+    biases: tuple[ParameterRows, ...] = ()
 
 
 @dataclass(frozen=True)

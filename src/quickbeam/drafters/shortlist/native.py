@@ -132,7 +132,10 @@ class NativeHead:
         self._tokens = tokens.view(-1, BLOCK)
         self._alone, self._beside = Program(kernels), Program(kernels)
         for program in (self._alone, self._beside):
-            h, logits = program.given("h", self._packed.inputs), program.given("logits", 0, True)
+            h, logits = (
+                program.external("h", self._packed.inputs),
+                program.external("logits", 0, True),
+            )
             program.selected_blocks(self._packed, h, logits)
         # a placeholder: `score` points the operation at the context's rows
         self._beside.linear(packer.pack([weight[:1]], torch.zeros(1)), h, logits)

@@ -58,8 +58,8 @@ class NativeLinear(nn.Module):
         self._dtype = packed.dtype
         self._result_dtype = torch.float32 if logits else self._dtype
         self._program = Program(kernels)
-        source = self._program.given("x", packed.inputs, self._dtype is torch.float32)
-        target = self._program.given("y", packed.outputs, self._result_dtype is torch.float32)
+        source = self._program.external("x", packed.inputs, self._dtype is torch.float32)
+        target = self._program.external("y", packed.outputs, self._result_dtype is torch.float32)
         self._program.linear(packed, source, target)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ class CompiledStack:
         self._kernels, self._float32 = pages.kernels, pages.dtype is torch.float32
         self._small_parameters = SmallParameters(parameters, pages.kernels, self._float32)
         self._angles = AngleTable(parameters.config, stack)
-        self.watched: tuple[int, ...] = ()  # layers whose hidden states a pass keeps (`Features`)
+        self.aux_layers: tuple[int, ...] = ()  # layers whose hidden states a pass returns
         self.hidden = torch.empty(0)
         # the likeliest token of each row of the last pass whose logits were wanted, -1 where they
         # are not finite; None where they are not known
@@ -192,9 +192,9 @@ class CompiledStack:
             self._linear_head = NativeLinear(self._kernels, packed)
         return self._linear_head
 
-    def watch(self, layers: Sequence[int]) -> None:
-        """Keep the hidden states after `layers` (numbers of `Model.watch`) from now on."""
-        self.watched = tuple(layers)
+    def set_aux_layers(self, layers: Sequence[int]) -> None:
+        """Keep the hidden states after `layers` (numbers of `Model.set_aux_layers`) from now on."""
+        self.aux_layers = tuple(layers)
         self._program = self._make()
 
     # --- the program ---
@@ -207,7 +207,7 @@ class CompiledStack:
             program, stack, self._packed, self._small_parameters, self._pages, self._angles, width
         )
         last = len(stack.layers) + 1
-        hidden = program.given("hidden", len(self.watched) * width, self._float32)
+        hidden = program.external("hidden", len(self.aux_layers) * width, self._float32)
         self._embed(program, c.x)
         if stack.embedding_norm is not None:
             c.norm(stack.embedding_norm, c.x, c.x)
@@ -221,10 +221,10 @@ class CompiledStack:
                 packed_file.progress(stage, i / len(stack.layers))
             add_layer(c, layer, i)
             parameters.release(stack.inside, i)
-            for k, watched in enumerate(self.watched):
+            for k, watched in enumerate(self.aux_layers):
                 if watched == i + 1:
                     program.copy(c.x, hidden, column=k * width)
-        for k, watched in enumerate(self.watched):
+        for k, watched in enumerate(self.aux_layers):
             if watched == last:
                 c.norm(stack.norm, c.x, hidden, column=k * width)
         c.norm(stack.norm, c.x, c.normed, gather=True)
@@ -241,7 +241,7 @@ class CompiledStack:
         program.embed(self._embedded, target, scale=self.stack.scale)
 
     def _project(self, program: Program, source: Buffer) -> None:
-        logits, best = program.given("logits", self.vocab, True), program.given("best", 1)
+        logits, best = program.external("logits", self.vocab, True), program.external("best", 1)
         program.linear(
             self._head,
             source,
@@ -257,7 +257,7 @@ class CompiledStack:
 
     def _results(self, rows: RowList) -> dict[str, torch.Tensor]:
         """Return empty tensors for what a pass gives."""
-        wanted, columns = len(rows.wanted), len(self.watched) * self._width
+        wanted, columns = len(rows.wanted), len(self.aux_layers) * self._width
         dtype = torch.float32 if self._float32 else torch.bfloat16
         return {
             "logits": torch.empty(wanted, self.vocab),

@@ -13,7 +13,7 @@ from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, Packer
 from quickbeam.models.rotary import AngleTable
-from quickbeam.models.stack import BlockConv, Linear, Norm, Stack, Tensor
+from quickbeam.models.stack import BlockConv, Linear, Norm, ParameterRows, Stack
 from quickbeam.models.weights.parameters import norm_weight, rows_of
 
 ReadParameter = Callable[[str], torch.Tensor]
@@ -55,7 +55,7 @@ class SmallParameters:
             self._packed[linear] = self._packer.pack(weights, bias)
         return self._packed[linear]
 
-    def _rows(self, rows: Tensor) -> torch.Tensor:
+    def _rows(self, rows: ParameterRows) -> torch.Tensor:
         selected: torch.Tensor = rows_of(rows, self._read(rows.name))
         return selected
 
@@ -70,8 +70,9 @@ class RecurrenceSize(NamedTuple):
 class StackCompiler:
     """Adds operations to `program`. `packed(linear)` returns a packed weight.
 
-    Buffers: `x` is the residual stream, `normed` what a layer reads, `beside` what a feed-forward
-    beside attention or a router reads, `made` what a norm reads before it is added. `experts`: of
+    Buffers: `x` is the residual stream, `normed` what a layer reads. `second_normed` is
+    what a feed-forward beside attention or a router reads, `result` what a norm reads before it is
+    added. `experts`: of
     all layers that have some. `recurrences`: of all recurrent layers.
     """
 
@@ -88,8 +89,9 @@ class StackCompiler:
         self.program, self.stack, self.packed, self.parameters = program, stack, packed, parameters
         self.pages, self.angles, self.width = pages, angles, width
         self.float32 = pages.dtype is torch.float32
-        self.x, self.made = self.buffer("x", width, True), self.buffer("made", width, True)
-        self.normed, self.beside = self.buffer("normed", width), self.buffer("beside", width)
+        self.x, self.result = self.buffer("x", width, True), self.buffer("result", width, True)
+        self.normed = self.buffer("normed", width)
+        self.second_normed = self.buffer("second normed", width)
         self.experts, self.recurrences = list[library.Experts](), list[Recurrence]()
         self._referenced = list[Any]()  # what structures hold addresses of
         self._state_size = self._input_size = 0  # of all recurrences so far
@@ -183,7 +185,7 @@ class StackCompiler:
             add=index == 1,
         )
 
-    def add(
+    def add_to_stream(
         self,
         linear: Linear,
         source: Buffer,
@@ -196,13 +198,13 @@ class StackCompiler:
         `conv`: the product's convolution.
         """
         if conv is not None:
-            self.product(linear, source, self.made)
-            self._convolve(conv, 1, self.made, self.x)
+            self.product(linear, source, self.result)
+            self._convolve(conv, 1, self.result, self.x)
         elif after is None:
             self.product(linear, source, self.x, library.ADD, scaling=factor)
         else:
-            self.product(linear, source, self.made)
-            self.norm(after, self.made, self.x, add=factor)
+            self.product(linear, source, self.result)
+            self.norm(after, self.result, self.x, add=factor)
 
     def recur(
         self, recurrence: Recurrence, size: RecurrenceSize, source: Buffer, target: Buffer

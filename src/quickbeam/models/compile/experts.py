@@ -89,11 +89,11 @@ def add_experts(
 def add_parallel_experts(c: StackCompiler, parallel: ParallelExperts) -> Buffer:
     """Add experts to the dense feed-forward's result, and return the buffer of the sum."""
     both = c.buffer("both", c.width, True)
-    c.norm(parallel.dense_after, c.made, both)
+    c.norm(parallel.dense_after, c.result, both)
     c.norm(parallel.before, c.x, c.normed)
-    c.norm(parallel.router, c.x, c.beside)
-    add_experts(c, parallel.experts, c.normed, c.made, c.beside)
-    c.norm(parallel.after, c.made, both, add=1.0)
+    c.norm(parallel.router, c.x, c.second_normed)
+    add_experts(c, parallel.experts, c.normed, c.result, c.second_normed)
+    c.norm(parallel.after, c.result, both, add=1.0)
     return both
 
 
@@ -140,5 +140,5 @@ def add_per_layer_input(c: StackCompiler, layer_input: PerLayerInput, i: int) ->
         source_column=i * width,
         activation=layer_input.activation,
     )
-    c.product(layer_input.out, gated, c.made)
-    c.norm(layer_input.after, c.made, c.x, add=1.0)
+    c.product(layer_input.out, gated, c.result)
+    c.norm(layer_input.after, c.result, c.x, add=1.0)

@@ -30,13 +30,15 @@ def _mix(c: StackCompiler, layer: Layer, i: int) -> None:
         return
     c.norm(layer.attention_before, c.x, c.normed)
     if layer.parallel and layer.feed_forward_before is not None:
-        c.norm(layer.feed_forward_before, c.x, c.beside)
+        c.norm(layer.feed_forward_before, c.x, c.second_normed)
     if attention is not None:
         conv = None if layer.convs is None else layer.convs[0]
         attended = _attend(c, attention, i, c.convolved(conv, c.normed))
-        c.add(attention.out, attended, after, layer.residual * attention.factor, conv)
+        c.add_to_stream(attention.out, attended, after, layer.residual * attention.factor, conv)
     if recurrent is not None:
-        c.add(recurrent.out, add_recurrent(c, recurrent), after, layer.residual * recurrent.factor)
+        c.add_to_stream(
+            recurrent.out, add_recurrent(c, recurrent), after, layer.residual * recurrent.factor
+        )
 
 
 def _attend(c: StackCompiler, of: Attention, i: int, source: Buffer) -> Buffer:
@@ -184,13 +186,13 @@ def _feed(c: StackCompiler, layer: Layer) -> None:
     if not layer.parallel:
         c.norm(layer.feed_forward_before, c.x, c.normed)
     elif layer.feed_forward_before is not None:
-        source = c.beside
+        source = c.second_normed
     if isinstance(feed_forward, Experts):
-        add_experts(c, feed_forward, source, c.made)
+        add_experts(c, feed_forward, source, c.result)
         if after is None:
-            c.program.copy(c.made, c.x, add=True, scale=factor)
+            c.program.copy(c.result, c.x, add=True, scale=factor)
         else:
-            c.norm(after, c.made, c.x, add=factor)
+            c.norm(after, c.result, c.x, add=factor)
         return
     conv = None if layer.convs is None else layer.convs[1]
     source = c.convolved(conv, source)
@@ -204,7 +206,7 @@ def _feed(c: StackCompiler, layer: Layer) -> None:
         scaling=feed_forward.gate_scale,
     )
     if layer.parallel_experts is None or after is None:
-        c.add(feed_forward.down, inner, after, factor * feed_forward.factor, conv)
+        c.add_to_stream(feed_forward.down, inner, after, factor * feed_forward.factor, conv)
         return
-    c.product(feed_forward.down, inner, c.made)
+    c.product(feed_forward.down, inner, c.result)
     c.norm(after, add_parallel_experts(c, layer.parallel_experts), c.x, add=factor)

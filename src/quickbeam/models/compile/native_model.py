@@ -72,7 +72,7 @@ def _odd_inputs(parameters: Parameters, stack: Stack) -> str:
 
 
 def list_rows(batch: Batch) -> RowList:
-    """Return the rows of a batch as the kernels take them. Raises `NoRoom`."""
+    """Return the rows of a batch as the kernels take them. Raises `OutOfPages`."""
     rows = RowList()
     for part in batch.parts:
         assert isinstance(part.cache, PagedStore)
@@ -120,7 +120,7 @@ class NativeModel(Model):
         compiled = self._compiled
         logits = compiled(list_rows(batch))
         self.experts_read = compiled.experts_read
-        hidden = compiled.hidden if compiled.watched else None
+        hidden = compiled.hidden if compiled.aux_layers else None
         return split(batch.parts, logits, hidden, compiled.best)
 
     @property
@@ -131,9 +131,9 @@ class NativeModel(Model):
     def head(self) -> nn.Module:
         return self._compiled.head
 
-    def watch(self, layers: Sequence[int]) -> None:
+    def set_aux_layers(self, layers: Sequence[int]) -> None:
         check_layers(layers, self.config.num_hidden_layers)
-        self._compiled.watch(layers)
+        self._compiled.set_aux_layers(layers)
 
     def describe(self) -> str:
         formats = sorted(self._compiled.block_formats)

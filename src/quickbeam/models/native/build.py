@@ -319,11 +319,13 @@ def main(arguments: Sequence[str]) -> int:
     `--all`) and one can't be built, else 0.
     """
     if [*arguments] == ["--compiler"]:
-        command, text = compiler(), NO_SETS
-        if has_kernels():
-            text = (
-                f"{' '.join(command)} compiles them" if command else f"{no_compiler()}; {WITHOUT}"
-            )
+        command = compiler()
+        if not has_kernels():
+            text = NO_SETS
+        elif command is None:
+            text = f"{no_compiler()}; {WITHOUT}"
+        else:
+            text = f"{' '.join(command)} compiles them"
         print(f"kernels: {text}", flush=True)
         return 0
     sets = [*SETS, *EMULATED]

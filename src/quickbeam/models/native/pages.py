@@ -101,7 +101,7 @@ class PagedStore(SequenceCache):
     ) -> None:
         """Add rows of tokens that follow the committed ones; each sees all before it, and itself.
 
-        `wanted`: which of these rows the head computes logits of. Raises `NoRoom`.
+        `wanted`: which of these rows the head computes logits of. Raises `OutOfPages`.
         """
         start, n = self.length, len(tokens)
         self.reserve(start + n)
@@ -120,7 +120,7 @@ class PagedStore(SequenceCache):
     def add_tree(self, rows: RowList, tree: TokenTree, base: int = 0) -> None:
         """Add rows of a draft tree's nodes from `base` on, all with logits.
 
-        The root follows the committed tokens. Raises `NoRoom`.
+        The root follows the committed tokens. Raises `OutOfPages`.
         """
         start, n = self.length, len(tree)
         self.reserve(start + n)
@@ -186,7 +186,7 @@ class NativeStates(SequenceStates):
     def reserve(self, length: int, tokens: int) -> None:
         super().reserve(length, tokens)
         if self._lacks_boundary(length, tokens):
-            self._boundary = self._pool.state_for()
+            self._boundary = self._pool.allocate_state()
 
     def chain(self, length: int, count: int) -> int:
         """Prepare a pass over `count` tokens of a text. Returns the address of its `Nodes`."""

@@ -49,7 +49,7 @@ class Program:
     """A list of operations that run in one call.
 
     Buffers made by `buffer` belong to the program and grow to the rows of a call. For buffers made
-    by `given`, the caller passes tensors in each call.
+    by `external`, each call brings tensors.
 
     Each method named after an operation appends it to the list. In these methods, `source_column`
     is the first column of the source and `column` the first column of the target.
@@ -60,7 +60,7 @@ class Program:
         self.ops: list[Op] = []
         self._formats: list[BufferFormat | None] = []  # by index; None: a call brings the tensor
         self._tensors = dict[int, torch.Tensor]()  # the program's own, by index
-        self._index_of_given = dict[str, int]()
+        self._index_of_external = dict[str, int]()
         self._index_of_shared = dict[str, int]()
         self._capacity = 0  # rows of the program's own tensors
         self._addresses: Any = None  # of all buffers, by index
@@ -86,10 +86,10 @@ class Program:
         self._formats[index] = BufferFormat(max(width, shared.width), dtype)
         return Buffer(index, width, float32)
 
-    def given(self, name: str, width: int, float32: bool = False) -> Buffer:
+    def external(self, name: str, width: int, float32: bool = False) -> Buffer:
         """Make a buffer whose rows each call brings along under this name."""
         index = len(self._formats)
-        self._index_of_given[name] = index
+        self._index_of_external[name] = index
         self._formats.append(None)
         return Buffer(index, width, float32)
 
@@ -568,31 +568,31 @@ class Program:
     def run(
         self,
         rows: RowList,
-        given: Mapping[str, torch.Tensor] | None = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
         angles: tuple[torch.Tensor, torch.Tensor] | None = None,
         blocks: np.ndarray | None = None,
     ) -> None:
         """Run all operations. The arguments are those of `prepare`."""
-        run_operations = self.prepare(rows, given, angles, blocks)
+        run_operations = self.prepare(rows, tensors, angles, blocks)
         run_operations(0, len(self.ops))
 
     def prepare(
         self,
         rows: RowList,
-        given: Mapping[str, torch.Tensor] | None = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
         angles: tuple[torch.Tensor, torch.Tensor] | None = None,
         blocks: np.ndarray | None = None,
     ) -> Callable[[int, int], None]:
         """Prepare a run whose operations are called some at a time.
 
-        `given`: a tensor for each buffer of that kind, by name. `angles`: cosine and sine by
+        `tensors`: one for each external buffer, by name. `angles`: cosine and sine by
         position, `[positions, columns]` float32 each. `blocks`: int64, for `selected_blocks`.
         Returns a function that takes the first of the operations to run and the one after the last.
         """
         if self._addresses is None or len(rows) > self._capacity:
             self._allocate(len(rows))
-        for name, tensor in (given or {}).items():
-            self._addresses[self._index_of_given[name]] = tensor.data_ptr()
+        for name, tensor in (tensors or {}).items():
+            self._addresses[self._index_of_external[name]] = tensor.data_ptr()
         if angles is not None:
             cosine, sine = angles
             rows.batch.cosine = cosine.data_ptr()

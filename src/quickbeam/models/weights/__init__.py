@@ -4,7 +4,7 @@ The terms, in the order in which a number passes through them:
 
 - **tensor**: an array as a file stores it, by the file's name for it (`tensor_files.py`).
 - **source** of a parameter: which tensors of the files hold it, and how: as it is, one expert at a
-  time, or in few bits (`stored.py`, `prequantised.py`).
+  time, or in few bits (`sources.py`, `prequantised.py`).
 - **parameter**: an array of the model, by the name that transformers' causal language model gives
   it (`parameters.py`). A `Parameters` object gives them by name and row: of a folder
   (`checkpoint.py`), of a folder with an adapter merged into it (`adapters.py`), of a `.gguf` file

@@ -24,7 +24,7 @@ from quickbeam.models.native.quantised import BlockRows, Weight
 from quickbeam.models.weights.checkpoint import Checkpoint, local_folder, read_json
 from quickbeam.models.weights.parameters import Parameters, names
 from quickbeam.models.weights.shapes import check_shapes, expected
-from quickbeam.models.weights.stored import causal_names
+from quickbeam.models.weights.sources import causal_names
 from quickbeam.models.weights.tensor_files import weight_files
 
 logger = logging.getLogger(__name__)

@@ -38,15 +38,15 @@ from quickbeam.models.weights.prequantised import (
     refuse_unnamed,
 )
 from quickbeam.models.weights.shapes import check_shapes, expected, refuse_shared_experts
-from quickbeam.models.weights.stored import (
+from quickbeam.models.weights.sources import (
     COMPOSITES,
     TRANSPOSED,
+    ParameterSource,
     PlainTensor,
-    Stored,
     dense,
     language_part,
-    located,
-    own_names,
+    source_of,
+    tensor_names,
 )
 from quickbeam.models.weights.tensor_files import DTYPES, TensorFiles
 
@@ -294,12 +294,12 @@ class Checkpoint(Parameters):
             )
         return dtype
 
-    def _find_sources(self, stack: Stack) -> dict[str, Stored]:
+    def _find_sources(self, stack: Stack) -> dict[str, ParameterSource]:
         """Return the source of each parameter of a stack, by name. Sets `_like`."""
         head, wanted = stack.head.weights[0].name, names(stack)
         config = self.config
         parts = config.whole_type != config.model_type
-        tensors = own_names(self._files.names, config.model_type, stack.embedding, head, parts)
+        tensors = tensor_names(self._files.names, config.model_type, stack.embedding, head, parts)
         if config.tie_word_embeddings:  # either name may stand for both
             tied = tensors.get(stack.embedding) or tensors.get(head)
             if tied is not None:
@@ -307,11 +307,11 @@ class Checkpoint(Parameters):
                 tensors.setdefault(head, tied)
 
         width = config.hidden_size if config.model_type in TRANSPOSED else None
-        sources = dict[str, Stored]()
+        sources = dict[str, ParameterSource]()
         read, in_blocks = set[str](), set[str]()  # names of tensors
         self._like = dict[str, Weight]()
         for name in wanted:
-            source = located(name, tensors, self._files, self._method, width)
+            source = source_of(name, tensors, self._files, self._method, width)
             if source is None:
                 continue
             sources[name] = source

@@ -239,7 +239,7 @@ class WeightsOnDisk(Streamed):
         self,
         program: Program,
         rows: RowList,
-        given: dict[str, torch.Tensor],
+        tensors: dict[str, torch.Tensor],
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """Run a pass of `program`, whose operations it changes.
@@ -249,7 +249,7 @@ class WeightsOnDisk(Streamed):
         """
         if self._program is not program:
             self._attach(program)
-        run_operations = program.prepare(rows, given, angles)
+        run_operations = program.prepare(rows, tensors, angles)
         self._done, self._rows = 0, len(rows)
 
         def run_to(last: int) -> None:

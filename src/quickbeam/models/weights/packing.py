@@ -11,7 +11,7 @@ import torch
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK
 from quickbeam.models.native.quantised import BlockRows, Packer, Weight
-from quickbeam.models.stack import Linear, Stack, Tensor
+from quickbeam.models.stack import Linear, ParameterRows, Stack
 from quickbeam.models.weights.formats import head_format
 from quickbeam.models.weights.parameters import Parameters, experts, linears, names, rows_of
 
@@ -134,7 +134,7 @@ class PackedWeights:
         biases = [self._read(rows) for rows in linear.biases]
         return torch.cat(biases) if biases else None
 
-    def _read(self, rows: Tensor) -> Any:
+    def _read(self, rows: ParameterRows) -> Any:
         """Return rows of a parameter; of an expert alone where it holds several."""
         if rows.expert is None:
             return rows_of(rows, self._parameters(rows.name))
@@ -166,7 +166,7 @@ class PackedWeights:
                 last = min(first + step, count)
                 yield [self._read_plain(rows, count, first, last) for rows in group], gated
 
-    def _read_plain(self, rows: Tensor, count: int, first: int, last: int) -> Any:
+    def _read_plain(self, rows: ParameterRows, count: int, first: int, last: int) -> Any:
         """Return rows `first` to `last` (excluded) of a part of `count` rows of a parameter."""
         begin = rows.part * count
         return self._parameters.rows(rows.name, begin + first, begin + last)

@@ -20,9 +20,9 @@ from quickbeam.models.stack import (
     Layer,
     Linear,
     Norm,
+    ParameterRows,
     QueryScale,
     Stack,
-    Tensor,
 )
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
     return tensor
 
 
-def rows_of(rows: Tensor, tensor: Any) -> Any:
+def rows_of(rows: ParameterRows, tensor: Any) -> Any:
     """Return rows of a weight, `[outputs, inputs]`, or of a bias, `[outputs]`.
 
     `tensor`: all rows of the parameter: dense, or `BlockRows` that aren't transposed.

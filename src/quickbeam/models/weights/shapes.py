@@ -16,10 +16,10 @@ from quickbeam.models.stack import (
     FeedForward,
     Linear,
     LinearAttention,
+    ParameterRows,
     Recurrent,
     ShortConv,
     Stack,
-    Tensor,
 )
 from quickbeam.models.weights.parameters import experts, linears, rows_of
 
@@ -69,7 +69,7 @@ def refuse_other_experts(stack: Stack, shape: Callable[[str], list[int]]) -> Non
                 )
 
 
-def _shape_of_rows(rows: Tensor, shape: Callable[[str], list[int]]) -> list[int]:
+def _shape_of_rows(rows: ParameterRows, shape: Callable[[str], list[int]]) -> list[int]:
     """Return the shape that rows of a parameter have. `shape(name)`: of a parameter."""
     return list(rows_of(rows, torch.empty(shape(rows.name), device="meta")).shape)
 

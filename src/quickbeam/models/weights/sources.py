@@ -120,7 +120,7 @@ def language_part(fields: dict[str, Any]) -> dict[str, Any]:
     return language
 
 
-def own_names(
+def tensor_names(
     stored: Iterable[str], kind: str, embedding: str, head: str, parts: bool
 ) -> dict[str, str]:
     """Return the tensor's name of each parameter, by the causal language model's name.
@@ -287,10 +287,10 @@ def widened_mxfp4(blocks: BlockRows) -> torch.Tensor:
 
 # The source of a parameter. `names`: of its tensors. `shape`: the parameter's. `rows` reads rows of
 # the parameter; `like` gives their shape and format alone.
-Stored = PlainTensor | SeparateExperts | Mxfp4 | QuantisedTensor
+ParameterSource = PlainTensor | SeparateExperts | Mxfp4 | QuantisedTensor
 
 
-def dense(weight: Weight, source: Stored) -> torch.Tensor:
+def dense(weight: Weight, source: ParameterSource) -> torch.Tensor:
     """Return rows of a parameter without blocks, which are widened to float32."""
     if isinstance(weight, torch.Tensor):
         return weight
@@ -299,13 +299,13 @@ def dense(weight: Weight, source: Stored) -> torch.Tensor:
     return rows.transpose(1, 2) if isinstance(source, Mxfp4) else rows
 
 
-def located(
+def source_of(
     name: str,
     stored: Mapping[str, str],
     files: TensorFiles,
     method: QuantMethod | None,
     width: int | None = None,
-) -> Stored | None:
+) -> ParameterSource | None:
     """Return the source of a parameter; None where the files don't have it.
 
     `stored`: the tensor's name of each parameter. `width`: how many elements an expert reads and
