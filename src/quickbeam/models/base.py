@@ -191,7 +191,8 @@ class Model(ABC):
     def __init__(
         self, config: Any, dtype: torch.dtype, device: torch.device, vocab_size: int, pool: Pool
     ) -> None:
-        self.config, self.dtype, self.device = config, dtype, device
+        self.config = config
+        self.dtype, self.device = dtype, device
         self.vocab_size, self.pool = vocab_size, pool
 
     @abstractmethod

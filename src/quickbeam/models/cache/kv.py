@@ -41,8 +41,8 @@ class Page:
     __slots__ = ("data", "size", "state", "users")
 
     def __init__(self, data: Any, size: int = 1, state: bool = False) -> None:
-        self.data, self.size, self.state = data, size, state
-        self.users = 0
+        self.data, self.users = data, 0
+        self.size, self.state = size, state
 
 
 class Pool(ABC):
@@ -257,7 +257,8 @@ class SequenceCache(ABC):
     """
 
     def __init__(self, pool: Pool) -> None:
-        self.pool, self.page, self.length = pool, pool.page, 0
+        self.pool, self.page = pool, pool.page
+        self.length = 0
         self.pages: list[Page] = []
         self._states: SequenceStates | None = None  # where the model has recurrent layers
 

@@ -84,7 +84,8 @@ class ScaledEmbedding(nn.Module):
 
     def __init__(self, kernels: Kernels, weight: Weight, scale: float) -> None:
         super().__init__()
-        self.weight, self.embed_scale, self._kernels = weight, scale, kernels
+        self.weight, self.embed_scale = weight, scale
+        self._kernels = kernels
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if not isinstance(self.weight, BlockRows):

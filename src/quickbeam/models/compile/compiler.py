@@ -86,9 +86,10 @@ class StackCompiler:
         angles: AngleTable,
         width: int,
     ) -> None:
-        self.program, self.stack, self.packed, self.parameters = program, stack, packed, parameters
-        self.pages, self.angles, self.width = pages, angles, width
-        self.float32 = pages.dtype is torch.float32
+        self.program, self.stack = program, stack
+        self.packed, self.parameters = packed, parameters
+        self.pages, self.angles = pages, angles
+        self.width, self.float32 = width, pages.dtype is torch.float32
         self.x, self.result = self.buffer("x", width, True), self.buffer("result", width, True)
         self.normed = self.buffer("normed", width)
         self.second_normed = self.buffer("second normed", width)

@@ -179,7 +179,8 @@ def _add_up_projection(
 
 def _feed(c: StackCompiler, layer: Layer) -> None:
     """Add the feed-forward, and add its result to the residual stream."""
-    feed_forward, after, factor = layer.feed_forward, layer.feed_forward_after, layer.residual
+    feed_forward = layer.feed_forward
+    after, factor = layer.feed_forward_after, layer.residual
     if feed_forward is None:
         return
     source = c.normed

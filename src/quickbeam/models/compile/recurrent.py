@@ -69,15 +69,15 @@ def _add_linear_attention(
     )
     c.recur(convolution, convolution_size(layer), source, mixed)
 
-    # the heads' matrices
-    if layer.delta:
-        query, key, value = 0, keys, 2 * keys
-        # a node's inputs: keys, values and factors
-        inputs_begin = key
-    else:
-        query, key, value = values + keys, values, 0
-        # a node's inputs: all but the queries, which stand between them
-        inputs_begin = 0
+    # the heads' matrices: where queries, keys, values and a node's inputs begin
+    if layer.delta:  # queries, keys, values; a node's inputs are all but the queries
+        query = 0
+        key = inputs_begin = keys
+        value = 2 * keys
+    else:  # values, keys, queries; the queries are among the inputs, as factors come behind them
+        value = inputs_begin = 0
+        key = values
+        query = values + keys
     rate = layer.channels + values
     heads = Recurrence(
         kind=library.DELTA_RULE if layer.delta else library.STATE_SPACE,

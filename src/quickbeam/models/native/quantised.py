@@ -122,7 +122,8 @@ class Packed:
 
     def _pack(self, part: Weight, first: int, step: int) -> None:
         """Pack a weight into the blocks `first`, `first + step`, `first + 2 * step`, …"""
-        kernels, rows, inputs = self._kernels, len(part), self.inputs
+        kernels = self._kernels
+        rows, inputs = len(part), self.inputs
         address = self.data.data_ptr() + first * self._block_bytes
         stride = step * self._block_bytes
         if isinstance(part, BlockRows):

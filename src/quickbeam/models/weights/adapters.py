@@ -200,7 +200,8 @@ class AdaptedCheckpoint(Parameters):
     def __init__(self, checkpoint: Checkpoint, adapter: Adapter) -> None:
         """Raises `InvalidInput` for an adapter that doesn't fit the checkpoint."""
         self._checkpoint, self.adapter = checkpoint, adapter
-        self.path, self.config, self.dtype = checkpoint.path, checkpoint.config, checkpoint.dtype
+        self.path, self.config = checkpoint.path, checkpoint.config
+        self.dtype = checkpoint.dtype
         self.stack = checkpoint.stack
         adapter.rename(names(self.stack))
         self._recent = dict[str, torch.Tensor]()  # the parameter that was merged last, by name

@@ -125,13 +125,10 @@ class ProgramSplitter:
         count = fields.count + (fields.shared > 0)
         assert count
         for expert in range(count):
-            inner, up_format, down_format = fields.inner, op.format, fields.down_format
-            if expert == fields.count:
-                inner, up_format, down_format = (
-                    fields.shared,
-                    fields.shared_up,
-                    fields.shared_down,
-                )
+            is_shared = expert == fields.count
+            inner = fields.shared if is_shared else fields.inner
+            up_format = fields.shared_up if is_shared else op.format
+            down_format = fields.shared_down if is_shared else fields.down_format
             up_blocks = 2 * -(-inner // BLOCK)
             down_blocks = -(-op.outputs // BLOCK)
             up_size = up_blocks * self._kernels.block_bytes(up_format, op.inputs)

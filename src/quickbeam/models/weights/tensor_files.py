@@ -278,8 +278,8 @@ def _shards(folder: Path, suffix: str, index: str) -> list[Path]:
     for path in sorted(folder.glob(f"*{suffix}")):
         matched = SHARD.fullmatch(path.name)
         if matched and not path.name.startswith(OTHERS):
-            stem, number, count = matched[1], int(matched[2]), int(matched[3])
-            sets.setdefault((stem, count), {})[number] = path
+            shard_set = matched[1], int(matched[3])
+            sets.setdefault(shard_set, {})[int(matched[2])] = path
     if not sets:
         return []
     if len(sets) > 1:
