@@ -6,6 +6,7 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from quickbeam.models.native import library
@@ -94,13 +95,12 @@ class RowList:
             self._paths,
             self.wanted,
         ]
-        self._numbers = array("q")  # all lists, one after the other
-        offsets = list[int]()
+        self._numbers = array("q", list(chain.from_iterable(lists)))
+        address, _ = self._numbers.buffer_info()
+        addresses = list[int]()
         for numbers in lists:
-            offsets.append(len(self._numbers))
-            self._numbers.extend(numbers)
-        begin, _ = self._numbers.buffer_info()
-        addresses = [begin + self._numbers.itemsize * offset for offset in offsets]
+            addresses.append(address)
+            address += self._numbers.itemsize * len(numbers)
         self._span_table = (library.Span * len(self._spans))(*self._spans)
         return library.Batch(
             len(self.tokens),
