@@ -99,8 +99,8 @@ def here(cost: CostModel, drafter: Drafter | None, host: float, context: int) ->
     """Return a step's time by a budget's costs; `host`: seconds of it that are no pass or call."""
 
     def seconds(entry: Entry, many: int) -> float:
-        whole = cost.alone(round(many * entry[0]), many) + entry[2] * cost.call(drafter, many)
-        return host + whole + many * cost.reading(round(entry[0]), context)
+        whole = cost.of_pass(round(many * entry[0])) + entry[2] * cost.of_call(drafter, many)
+        return host + whole + many * cost.of_context(round(entry[0]), context)
 
     return seconds
 

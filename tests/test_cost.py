@@ -1,9 +1,8 @@
-"""What passes and calls cost, by the time they took; which calls are made; and which mode of a step
-goes on."""
+"""What passes and calls cost, by the time they took; which nodes and calls are worth it; and which
+kinds of steps go on."""
 
 import contextlib
 import itertools
-import json
 import math
 import random
 
@@ -14,29 +13,39 @@ from hypothesis import strategies as st
 
 from cases import before, examples, refuses
 from models import tiny
-from quickbeam.engine import measuring
-from quickbeam.engine.budget import ASKED, PLAIN, UNASKED, Budget, Comparison, worth_asking
+from quickbeam.engine.budget import ASKED, FREE, PLAIN, Budget, convex_slopes
 from quickbeam.engine.cost import CostModel
-from quickbeam.engine.measuring import WIDTHS, measure, measure_or_read
+from quickbeam.engine.measuring import measure
 from quickbeam.models.cache.kv import OutOfPages
 from quickbeam.models.opening import make_model
 
 
-def test_cost_is_interpolated_and_measured_within_the_memory(monkeypatch):
+def test_cost_is_interpolated():
     cost = CostModel({1: 1.0, 3: 2.0, 8: 4.0})
-    assert [cost.alone(n) for n in (1, 2, 3, 8, 16)] == [1.0, 1.5, 2.0, 4.0, 8.0]
+    assert [cost.of_pass(n) for n in (1, 2, 3, 8, 16)] == [1.0, 1.5, 2.0, 4.0, 8.0]
     longer = CostModel({1: 1.0, 8: 2.0}, {1: 0.01, 8: 0.3})
-    assert [longer.reading(n, 100) for n in (1, 8)] == pytest.approx([1.0, 30.0])
+    assert [longer.of_context(n, 100) for n in (1, 8)] == pytest.approx([1.0, 30.0])
     refuses("no cost", CostModel, {}, error=ValueError)
-    many = CostModel({1: 1.0, 8: 2.0}, {1: 0.01}, per_sequence=0.5)
-    assert [many.alone(8, n) for n in (1, 2, 5)] == [2.0, 2.5, 4.0]
-    measured = measure(make_model(tiny("qwen3", seed=5)), 16)
-    assert all(measured.alone(n) > 0 and measured.reading(n, 50) >= 0 for n in (1, 5, 16, 40))
+
+
+def test_calls_are_followed_from_the_second_on():
     cost = CostModel({1: 2.0})
+    assert cost.of_call("d", 1) == pytest.approx(cost.CALL * 2.0)
     cost.observe_call("d", 1, 50.0)  # weights were packed in it
-    assert cost.call("d", 1) == pytest.approx(cost.CALL * 2.0)
+    assert cost.of_call("d", 1) == pytest.approx(cost.CALL * 2.0)
     cost.observe_call("d", 1, 1.5)
-    assert cost.call("d", 1) == 1.5
+    assert cost.of_call("d", 1) == 1.5 < cost.of_call("d", 8)
+    cost.observe_call("d", 8, 4.0)
+    assert [cost.of_call("d", n) for n in (1, 8)] == [1.5, 4.0]
+    for _ in range(20):
+        cost.observe_call("d", 1, 6.0)
+    assert cost.of_call("d", 1) == pytest.approx(6.0, rel=0.2)
+    assert cost.of_reading("d", 40) == pytest.approx(40 * cost.READ * cost.of_call("d", 1))
+
+
+def test_passes_are_measured_within_the_memory(monkeypatch):
+    measured = measure(make_model(tiny("qwen3", seed=5)), 16)
+    assert all(measured.of_pass(n) > 0 and measured.of_context(n, 50) >= 0 for n in (1, 5, 16, 40))
     model = make_model(tiny("qwen3", torch.float32, seed=5))
     pool, limits = model.pool, set[int | None]()
     pool.limit, pool.evict = 2, lambda: pytest.fail("nothing is to be given up")
@@ -59,64 +68,73 @@ def test_cost_is_interpolated_and_measured_within_the_memory(monkeypatch):
     held.release()
 
 
-def test_what_was_measured_is_kept_for_the_next_process(tmp_path, monkeypatch):
-    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
-    model = make_model(tiny("qwen3", torch.bfloat16, seed=5))
-    measure_or_read(model, 16)
-    assert not list(tmp_path.iterdir())  # a small model
-    model.weight_bytes, ticks = 2**30, itertools.count(1)
-    with monkeypatch.context() as patch:  # a clock by which no pass takes as long as another
-        patch.setattr("time.perf_counter", lambda: next(ticks) ** 1.02 / 1000)
-        first = measure_or_read(model, 16)
-        patch.setattr(measuring, "measure", None)
-        second = measure_or_read(model, 16)
-    for rows in (1, 5, 16, 40):
-        assert second.alone(rows, 3) == first.alone(rows, 3) > first.alone(rows)
-        assert second.reading(rows, 100) == first.reading(rows, 100) > 0
-    (kept,) = (tmp_path / "costs").iterdir()
-    passes, tokens, sequence = json.loads(kept.read_text())
-    slow = {rows: at * (1 if int(rows) < 8 else 40) for rows, at in passes.items()}
-    far = {nodes: 40 * passes["1"] / 1024 for nodes in tokens}
-    for busy in ([slow, tokens, sequence], [passes, far, sequence]):
-        kept.write_text(json.dumps(busy))
-        with monkeypatch.context() as patch:  # a clock by which all passes take as long
-            patch.setattr("time.perf_counter", lambda: next(ticks) / 1000)
-            again = measure_or_read(model, 16)
-        assert again.alone(8) + again.reading(8, 1024) < 20 * again.alone(1)
-    for broken in ("{", "[1]", "[{}, {}, 0]"):
-        kept.write_text(broken)
-        assert measure_or_read(model, 16).alone(1) > 0
-    measure_or_read(model, 8)  # other trees
-    assert len(list((tmp_path / "costs").iterdir())) == 2
-
-
-def test_a_machine_that_is_busy_most_of_the_time_is_measured_while_it_is_not(monkeypatch):
+def test_a_machine_that_is_busy_at_first_is_measured_while_it_is_not(monkeypatch):
     model, ticks = make_model(tiny("qwen3", torch.bfloat16, seed=5)), itertools.count(1)
-
-    def clock():  # three of five ticks are ten times as long
-        tick = next(ticks)
-        return tick / 1000 + tick * 3 // 5 * 0.01
-
-    monkeypatch.setattr("time.perf_counter", clock)
+    # the first nine readings of the clock are far apart
+    monkeypatch.setattr("time.perf_counter", lambda: (tick := next(ticks)) / 1000 + min(tick, 9))
     measured = measure(model, 16)
-    assert all(measured.alone(n) < 0.005 and measured.reading(n, 1024) < 0.005 for n in (1, 8, 16))
+    assert all(measured.of_pass(n) < 0.005 for n in (1, 4, 8, 16))
+    assert all(measured.of_context(n, 1024) < 0.005 for n in (1, 16))
+
+
+@pytest.mark.parametrize("wrong", [0.03, 1.0, 30.0])
+def test_passes_that_were_measured_wrong_are_followed(wrong):
+    rng, true = random.Random(3), CostModel({1: 1.0, 8: 2.0, 32: 6.0})
+    cost = CostModel({n: wrong * at for n, at in true.passes.items()})
+    for _ in range(100):
+        rows = rng.choice([1, 4, 8, 12])
+        cost.observe_pass(rows, true.of_pass(rows) * rng.uniform(0.9, 1.1))
+    for rows in (1, 4, 8, 12):
+        assert cost.of_pass(rows) == pytest.approx(true.of_pass(rows), rel=0.35)
 
 
 @pytest.mark.parametrize("wrong", [0.03, 1.0, 30.0])
 def test_what_a_text_adds_to_a_pass_is_followed(wrong):
     rng, true = random.Random(3), CostModel({1: 1.0, 8: 2.0, 32: 6.0}, {1: 0.001, 32: 0.003})
-    cost = CostModel(true.seconds, {n: wrong * at for n, at in true.per_token.items()})
+    cost = CostModel(true.passes, {n: wrong * at for n, at in true.per_token.items()})
 
     def seconds(model, rows, context):
-        return model.alone(rows) + model.reading(rows, context)
+        return model.of_pass(rows) + model.of_context(rows, context)
 
     for _ in range(3000):
         rows, context = rng.choice([1, 4, 8, 12]), rng.choice([50, 500, 4000])
         took = seconds(true, rows, context) * rng.uniform(0.9, 1.1)
-        cost.observe(rows, took, cost.reading(rows, context))
+        cost.observe_pass(rows, took, cost.of_context(rows, context))
     for rows, context in itertools.product([1, 8, 12], [50, 500, 4000]):
         known = seconds(cost, rows, context)
         assert known == pytest.approx(seconds(true, rows, context), rel=0.35)
+
+
+@pytest.mark.parametrize("speed", [0.5, 2.0])
+def test_a_machine_that_changes_is_followed_within_20_passes(speed):
+    cost = CostModel({1: 1.0, 8: 2.0, 32: 6.0})
+    for _ in range(20):
+        cost.observe_pass(4, CostModel({1: 1.0, 8: 2.0}).of_pass(4) / speed)
+    assert cost.of_pass(4) == pytest.approx((1 + 3 / 7) / speed, rel=0.2)
+    # what was not used meanwhile follows halfway
+    assert (cost.of_pass(32) - 6.0) * (6.0 / speed - 6.0) > 0
+
+
+def test_a_slow_pass_now_and_then_changes_little():
+    cost = CostModel({1: 1.0, 8: 2.0})
+    for step in range(200):
+        cost.observe_pass(1, 50.0 if step % 50 == 0 else 1.0)
+        assert cost.of_pass(1) < 1.2
+
+
+widths = st.lists(st.floats(0.1, 9), min_size=5, max_size=5)
+
+
+@examples(200, derandomize=True)
+@given(widths)
+def test_costs_of_nodes_never_fall_and_add_up_to_a_pass_at_most(seconds):
+    sizes = [1, 2, 4, 8, 16]
+    seconds = list(itertools.accumulate(seconds))
+    slopes = convex_slopes(sizes, seconds)
+    assert slopes == sorted(slopes) and len(slopes) == 16
+    below = [seconds[0] + sum(slopes[:size]) for size in sizes]
+    assert all(a <= b + 1e-9 for a, b in zip(below, seconds, strict=True))
+    assert below[-1] == pytest.approx(seconds[-1])
 
 
 gains = st.lists(st.one_of(st.floats(0, 3), st.just(float("inf"))), min_size=1, max_size=7)
@@ -136,58 +154,106 @@ def test_the_requests_of_a_round_that_are_answered_are_the_best_choice(gains, fi
         finite = sum(gain for gain in taken if not math.isinf(gain))
         return finite - rate * (seconds(len(taken)) if taken else 0.0)
 
+    budget = Budget(CostModel({1: 1.0}))
+    budget.rate, budget.cost.of_call = rate, lambda drafter, count: seconds(count)
     best = max(map(profit, itertools.product([False, True], repeat=len(gains))))
-    assert profit(worth_asking(gains, seconds, rate)) == pytest.approx(best)
+    assert profit(budget.worth_asking("drafter", gains)) == pytest.approx(best)
 
 
-MODES = {PLAIN: 1.0, UNASKED: 1.2, ASKED: 1.3}
-
-
-def compared(comparison, steps, many, modes):
-    """Run steps of `many` sequences, and return their modes. `modes`: tokens and seconds of a step;
-    the tokens vary, and the machine is slow now and then."""
+def steps(budget, count, many, kinds, setting="a method"):
+    """Run steps of `many` sequences, and return their kinds. `kinds`: tokens and seconds of a step,
+    by those of a plain one. The tokens vary, and the machine is slow now and then."""
     chosen, rng = list[str](), random.Random(1)
-    for _ in range(steps):
-        chosen.append(comparison.mode)
-        gain, cost = modes[comparison.mode]
-        tokens = 1 + sum(2.0 * (rng.random() < (gain - 1) / 2) for _ in range(many)) / many
-        slow = 20.0 if rng.random() < 0.01 else rng.uniform(0.9, 1.1)
-        comparison.observe(tokens, cost * slow, many, comparison.mode == ASKED)
+    for _ in range(count):
+        budget.begin(setting, many, 100 * many, many, 0, "drafter")
+        chosen.append(budget.kind)
+        gain, seconds = kinds[budget.kind]
+        tokens = many + sum(2 * (rng.random() < (gain - 1) / 2) for _ in range(many))
+        seconds *= 20.0 if rng.random() < 0.01 else rng.uniform(0.9, 1.1)
+        budget.observe(tokens, 1.1 * seconds, 0.0, budget.kind == ASKED)
     return chosen
 
 
-@pytest.mark.parametrize("many", [1, 2, 4, 16, 64])
+SLOW = {PLAIN: (1.0, 1.0), FREE: (1.2, 1.5), ASKED: (1.4, 1.9)}
+FAST = {PLAIN: (1.0, 1.0), FREE: (1.2, 1.05), ASKED: (1.9, 1.2)}
+
+
+@pytest.mark.parametrize("many", [2, 4, 16, 64])
 @pytest.mark.parametrize(
-    ("modes", "fastest"),
+    ("kinds", "fastest"),
     [
-        ({PLAIN: (1.0, 1.0), ASKED: (1.4, 1.8)}, PLAIN),
-        ({PLAIN: (1.0, 1.0), ASKED: (1.6, 1.3)}, ASKED),
-        ({PLAIN: (1.0, 1.0), UNASKED: (1.4, 1.05), ASKED: (1.9, 1.9)}, UNASKED),
-        ({PLAIN: (1.0, 1.0), UNASKED: (1.2, 1.05), ASKED: (1.9, 1.4)}, ASKED),
-        ({PLAIN: (1.0, 1.0), UNASKED: (1.05, 1.25), ASKED: (1.3, 1.7)}, PLAIN),
+        (SLOW, PLAIN),
+        (FAST, ASKED),
+        ({PLAIN: (1.0, 1.0), FREE: (1.4, 1.05), ASKED: (1.9, 1.9)}, FREE),
+        ({PLAIN: (1.0, 1.0), FREE: (1.05, 1.25), ASKED: (1.3, 1.7)}, PLAIN),
     ],
 )
-def test_the_fastest_mode_goes_on(many, modes, fastest):
-    chosen = compared(Comparison({mode: MODES[mode] for mode in modes}), 3000, many, modes)
+def test_the_fastest_kind_of_step_goes_on(many, kinds, fastest):
+    chosen = steps(Budget(CostModel({1: 1.0, 256: 1.5})), 3000, many, kinds)
     assert chosen[1500:].count(fastest) > 0.9 * 1500
     assert chosen[300:600].count(fastest) > 0.7 * 300  # decided early
+    # the others are tried seldom, but never given up
+    assert all(chosen.count(kind) > 3 for kind in kinds)
 
 
-def test_loads_are_compared_by_themselves_and_begin_with_what_their_neighbours_gave():
+def test_a_change_of_what_is_faster_is_found():
     budget = Budget(CostModel({1: 1.0, 64: 1.5}))
-    assert Budget(CostModel(dict.fromkeys(WIDTHS, 1.0))).marginal_cost(1.0).passes
-    assert not budget.marginal_cost(1.0).passes
+    steps(budget, 500, 8, SLOW)
+    assert budget.fastest == PLAIN
+    assert steps(budget, 4000, 8, FAST)[-500:].count(ASKED) > 450
 
-    def of(sequences, setting="a method"):
-        budget.begin(sequences)
-        return budget.comparison(setting, [ASKED, PLAIN], "drafter")
 
-    four = of(4)
-    assert four.mode == ASKED and four is of(4) and budget.asks("a method", 4)
-    compared(four, 2000, 4, {PLAIN: (1.0, 1.0), ASKED: (1.2, 1.9)})
-    assert four.best == PLAIN and not budget.asks("a method", 4)
-    assert of(16).mode == PLAIN  # the more sequences, the less drafting gains
-    assert of(1).mode == ASKED and of(4, "another").mode == ASKED
-    assert of(15) is of(16) is not of(32)
-    # what a call brings is explored once, whatever the load
-    assert of(4, "a third").explores(0.1, 0.0) and not of(8, "a third").explores(0.1, 0.0)
+def test_loads_and_settings_are_known_by_themselves():
+    budget = Budget(CostModel({1: 1.0, 64: 1.5}))
+    steps(budget, 500, 4, SLOW)
+
+    def fastest(sequences, setting="a method"):
+        budget.begin(setting, sequences, drafter="drafter")
+        return budget.fastest
+
+    assert fastest(4) == PLAIN
+    assert fastest(1) == ASKED  # there the tree alone decides
+    assert fastest(4, "another") == fastest(5) == FREE
+    steps(budget, 500, 16, SLOW)
+    assert fastest(16) == fastest(15) == PLAIN
+
+
+def test_steps_of_many_begin_with_what_their_rows_lead_one_to_expect():
+    for steep, kind in ((1.1, FREE), (64.0, PLAIN)):
+        budget = Budget(CostModel({1: 1.0, 64: steep}))
+        budget.begin("a method", 8, drafter="drafter")
+        assert budget.kind == kind
+
+
+def test_dear_rows_are_not_taken_and_cheap_ones_are():
+    steep, flat = Budget(CostModel({1: 1.0, 64: 64.0})), Budget(CostModel({1: 1.0, 64: 1.1}))
+    for budget in (steep, flat):
+        budget.begin("a method")
+    assert min(steep.node_costs()[1:]) >= 0.99 and max(flat.node_costs()) < 0.01
+    # with more tokens a second, time is worth more
+    before = steep.node_costs()[1]
+    for _ in range(500):
+        steep.begin("a method")
+        steep.observe(3, 1.0, 0.0, True)
+    steep.begin("a method")
+    assert steep.node_costs()[1] == pytest.approx(3 * before, rel=0.2)
+
+
+@pytest.mark.parametrize("call", [0.1, 1.0, 5.0])
+def test_exploring_is_bounded(call):
+    """It takes about 1 % of the time at most, one sequence in a step, and never ends."""
+    budget, explored, steps = Budget(CostModel({1: 1.0, 64: 1.0})), 0, 5000
+    for _ in range(steps):
+        budget.begin("a method")
+        explores = [budget.explore(call) for _ in range(2)]
+        assert sum(explores) <= 1
+        explored += sum(explores)
+        budget.observe(1, 1.0, 0.0, any(explores))
+    assert 0 < explored * call <= 1.1 * budget.LOST * steps
+    assert explored <= steps / budget.EXPLORE
+
+
+def test_an_explored_tree_costs_nothing_and_is_small():
+    budget = Budget(CostModel({1: 1.0, 64: 64.0}))
+    costs = budget.node_costs(explore=True)
+    assert set(costs) == {0.0} and len(costs) == budget.EXPLORED_NODES

@@ -21,7 +21,7 @@ from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.drafters.texts import AnswerMemory
-from quickbeam.engine.budget import Budget, Comparison
+from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.sequence import SequenceState
@@ -40,6 +40,19 @@ SAMPLING = ({}, {}, {"temperature": 0.7}, FILTERED)
 WAYS = ("native", "float32")  # bfloat16 by the kernels, float32 by PyTorch's operators
 COMBINATIONS = list(itertools.product(LAYOUTS, WAYS))
 OFTEN = [pair for pair in COMBINATIONS if "native" in pair or pair[0].startswith(("gemma", "gpt2"))]
+
+
+class RandomSteps(Budget):
+    """One that learns nothing and takes steps of all kinds."""
+
+    turns = random.Random(0)
+
+    def begin(self, *step):
+        super().begin(*step)
+        self.kind = self.turns.choice([*self._speeds])
+
+    def observe(self, *step):
+        pass
 
 
 class World:
@@ -72,18 +85,12 @@ class World:
         return answer(self.model, NoDraft(), params, prompt, engine=engine).output.token_ids
 
     def engine(self, **options):
-        """One whose costs are made up, so that trees don't depend on the machine. Now and then a
-        sequence that is not alone takes a step without drafts."""
-        budget, turns = Budget(CostModel({1: 1.0, 8: 1.5, 64: 6.0})), random.Random(0)
+        """One whose costs are made up, so that trees don't depend on the machine. Sequences that
+        are not alone take steps of all kinds, at random."""
+        budget = RandomSteps(CostModel({1: 1.0, 8: 1.5, 64: 6.0}))
+        budget.cost.observe_pass = lambda *_: None
         engine = Engine(self.model, budget=budget, **options)
         self.engines.append(engine)
-        budget.cost.observe = budget.observe = lambda *_: None
-
-        def comparison(_, modes, __):
-            fast = turns.choices(modes, [3] * (len(modes) - 1) + [1])[0]
-            return Comparison({mode: 1.0 + (mode == fast) for mode in modes})
-
-        budget.comparison = comparison
         return engine
 
 

@@ -16,8 +16,8 @@ from quickbeam.drafters.base import DrafterState
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.engine import measuring
-from quickbeam.engine.budget import ASKED, PLAIN, UNASKED, Budget, Comparison
+from quickbeam.engine import engine as engine_module
+from quickbeam.engine.budget import ASKED, FREE, PLAIN, Budget, Speed
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.methods.auto import Auto
@@ -95,9 +95,9 @@ class SlowDrafter(KnownDrafter):
         return super().answer(requests)
 
 
-def simulated(monkeypatch, call, right, mode, busy=False, costs=EXACT):
-    """The seconds of each answer, its prompt counted, and the drafter. `mode`: the only one, None
-    for all. `busy`: every tenth pass and call takes four times as long, more so at first. `costs`:
+def simulated(monkeypatch, call, right, kind, busy=False, costs=EXACT):
+    """The seconds of each answer, its prompt counted, and the drafter. `kind`: of all steps; None:
+    as the budget decides. `busy`: every tenth pass and call takes four times as long. `costs`:
     seconds of passes that were measured before."""
     asked, clock, rng = questions(), Clock(), random.Random(5)
     monkeypatch.setattr("time.perf_counter", clock)
@@ -112,9 +112,9 @@ def simulated(monkeypatch, call, right, mode, busy=False, costs=EXACT):
 
     target.forward = timed
     budget = Budget(CostModel(dict(costs)))
-    if mode is not None:
-        only = Comparison({mode: 1.2})
-        budget.comparison = lambda *_: only
+    if kind is not None:
+        only = {kind: Speed(1.2)}
+        budget._speeds_of = lambda *_: only
     engine = Engine(target, budget=budget, share=False)
     policy = Auto(drafter, Ngram(), LastLogits())
     params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
@@ -129,9 +129,9 @@ def simulated(monkeypatch, call, right, mode, busy=False, costs=EXACT):
 
 @pytest.mark.parametrize(("call", "right"), [(0.05, 0.9), (0.3, 0.6), (0.8, 0.4)])
 def test_what_pays_goes_on(monkeypatch, call, right):
-    """Nearly as fast as the best of its modes alone, though it does not know which that is."""
-    modes = (ASKED, UNASKED, PLAIN)
-    alone = {mode: sum(simulated(monkeypatch, call, right, mode)[0]) for mode in modes}
+    """Nearly as fast as with the best kind of step alone, though it does not know which that is."""
+    kinds = (ASKED, FREE, PLAIN)
+    alone = {kind: sum(simulated(monkeypatch, call, right, kind)[0]) for kind in kinds}
     ours = sum(simulated(monkeypatch, call, right, None)[0])
     assert ours < 1.1 * min(alone.values()), alone
 
@@ -161,7 +161,7 @@ def test_costs_that_a_busy_machine_measured_are_corrected(monkeypatch, call):
 
 def test_loading_measures_passes_and_chooses_a_drafters_weights(toy_folder, monkeypatch):
     measured = list[Model]()
-    before(monkeypatch, measuring, "measure", lambda model, limit: measured.append(model))
+    before(monkeypatch, engine_module, "measure", lambda model, most: measured.append(model))
     with LLM(toy_folder, weights="int8", drafter=toy_folder) as llm:
         drafter = llm.prepare("auto")
         assert isinstance(drafter, LMDrafter) and drafter.model.weights == "int8"

@@ -6,7 +6,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,7 +35,9 @@ class Context:
     - `temperature`: the request's; 0 is greedy.
     - `generator`: draws children, on the CPU, where drafts may not look at the noise.
     - `states`: what each source keeps of this sequence, by the source's name.
-    - `marginal_cost`: of nodes, where it is measured (see `Method.priced`).
+    - `node_costs`: where the budget is measured (see `Method.priced`), entry n is the cost in
+      tokens of one more node in a tree of n nodes. Entries never fall.
+    - `explore`: whether to make the drafter's first call in any case, to see what it brings.
     - `noise`: the noise that the answer is drawn with, where drafts may look at it (`noise.py`).
     - `filters`: the request's sampling parameters, where they rule out unlikely tokens.
     - `grammar`: the grammar that the answer has to follow, if there is one.
@@ -50,7 +51,8 @@ class Context:
     temperature: float = 0.0
     generator: torch.Generator = field(default_factory=torch.Generator)
     states: dict[str, Any] = field(default_factory=dict)
-    marginal_cost: MarginalCost | None = None
+    node_costs: Sequence[float] | None = None
+    explore: bool = False
     noise: Noise | None = None
     filters: SamplingParams | None = None
     grammar: Masks | None = None
@@ -70,6 +72,15 @@ class Context:
         Else the noise, if there is any, applies that (`methods/children.py`).
         """
         return self.temperature if self.draws else 1.0
+
+    def node_cost(self, nodes: int) -> float:
+        """Return the cost in tokens of one more node in a tree of `nodes` nodes; 0 if unmeasured.
+
+        Beyond the last entry of `node_costs` a node costs infinitely much.
+        """
+        if self.node_costs is None:
+            return 0.0
+        return self.node_costs[nodes] if nodes < len(self.node_costs) else float("inf")
 
     def within(self, path: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
         """Return as many of `tokens` as a grammar allows after `path`, of tokens below the root."""
@@ -93,59 +104,6 @@ class Context:
         self.ids.extend(tokens)
         for state in self.states.values():
             state.extend(tokens)
-
-
-@dataclass(frozen=True)
-class MarginalCost:
-    """What one more node of a tree costs, in tokens (`engine/budget.py`).
-
-    - `slopes`: entry n is the cost of one more node in a tree of n nodes; it never falls. Beyond
-      the last entry a node costs infinitely much.
-    - `explore`: whether to make the first call of a drafter in any case, to measure what it brings.
-    - `passes`: what a pass costs, by the nodes of its tree, in rising order; empty where others are
-      in the same pass, or not all widths were measured.
-    """
-
-    slopes: Sequence[float]
-    explore: bool = False
-    passes: Mapping[int, float] = field(default_factory=dict)
-
-    @classmethod
-    def of_passes(cls, widths: Sequence[int], passes: Sequence[float]) -> MarginalCost:
-        """Return the slopes of the lower convex hull of pass times.
-
-        `passes[i]` is the cost in tokens of a pass over a tree of `widths[i]` nodes. Where that
-        rises in steps (a kernel's tiles), a step is thus spread over its nodes.
-        """
-        hull: list[int] = []
-
-        def slope(a: int, b: int) -> float:
-            return (passes[b] - passes[a]) / (widths[b] - widths[a])
-
-        for i in range(len(widths)):
-            while len(hull) > 1 and slope(hull[-2], i) <= slope(hull[-2], hull[-1]):
-                hull.pop()
-            hull.append(i)
-        slopes = [0.0] * widths[0]
-        for a, b in pairwise(hull):
-            slopes += [max(0.0, slope(a, b))] * (widths[b] - widths[a])
-        return cls(slopes)
-
-    def node(self, nodes: int) -> float:
-        """Return the cost in tokens of one more node in a tree of `nodes` nodes."""
-        return self.slopes[nodes] if nodes < len(self.slopes) else float("inf")
-
-    def best_count(self, values: Sequence[float]) -> int:
-        """Return how many of the nodes below the root are worth a pass, by `passes`.
-
-        `values`: of the nodes, the largest first. A pass takes as long as one over the next width
-        that was measured: the first node beyond a step costs all of the next one, and the others
-        nothing.
-        """
-        total = [0.0, *accumulate(values)]
-        sizes = [min(width, len(total)) for width in self.passes]
-        gains = [total[n - 1] - cost for n, cost in zip(sizes, self.passes.values(), strict=True)]
-        return sizes[gains.index(max(gains))] - 1
 
 
 class DraftRequest(NamedTuple):

@@ -13,10 +13,10 @@ import torch
 
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.texts import AnswerMemory
-from quickbeam.engine.budget import MAX_NODES, MAX_NODES_SLOW, Budget
+from quickbeam.engine.budget import ASKED, MAX_NODES, MAX_NODES_SLOW, Budget
 from quickbeam.engine.commit import Commit
 from quickbeam.engine.growing import DraftStep, each_alone, fail, read_ahead
-from quickbeam.engine.measuring import measure_or_read
+from quickbeam.engine.measuring import measure
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.scheduler import ScheduledPart, Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
@@ -75,7 +75,7 @@ class Engine:
         """The budget. It is made on first use, because it measures passes."""
         if self._budget is None:
             most = MAX_NODES if self.model.streamed is None else MAX_NODES_SLOW
-            self._budget = Budget(measure_or_read(self.model, most), most)
+            self._budget = Budget(measure(self.model, most), most)
         return self._budget
 
     def add(self, request: Request) -> SequenceState:
@@ -252,12 +252,12 @@ class Engine:
         It should if it is going to be asked. In a full batch no call may be worth its time. Then
         the hidden states are kept, in case one is later on.
         """
-        request, many = sequence.request, len(self.scheduler.active)
+        request = sequence.request
         if request.budget is not None or not sequence.policy.priced or self._budget is None:
             return True
         if sequence.drafter is not None and sequence.drafter.skips:
             return False  # it reads the end of the prompt once a call is expected to pay
-        return self._budget.asks(frozenset([request.setting]), many)
+        return self._budget.fastest == ASKED
 
     def _advance_drafters(self, scheduled: Sequence[ScheduledPart]) -> None:
         """Let drafters read prompts, and hidden states that have waited for long.
@@ -274,8 +274,7 @@ class Engine:
                     along = one.growing is None and self._reads_along(sequence)
                     least = 1 if along else MAX_UNREAD_HIDDEN
                     if state.waiting >= least and (along or drafter.needs_hidden):
-                        cost = None if self._budget is None else self._budget.cost
-                        read_ahead(drafter, [sequence], cost, least, sequence.read)
+                        read_ahead(drafter, [sequence], least, sequence.read)
             except Exception as error:
                 fail(sequence, error)
                 continue
@@ -296,5 +295,5 @@ class Engine:
             return
         cost = self._budget.cost
         # their tokens are committed by now, which changes little
-        reading = sum(cost.reading(one.part.rows, len(one.sequence.ids)) for one in trees)
-        cost.observe(sum(one.part.rows for one in scheduled), verifying, reading, len(trees))
+        context = sum(cost.of_context(one.part.rows, len(one.sequence.ids)) for one in trees)
+        cost.observe_pass(sum(one.part.rows for one in scheduled), verifying, context)

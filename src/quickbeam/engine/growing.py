@@ -8,13 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 from quickbeam.drafters.base import Drafter, DraftProbs
-from quickbeam.engine.budget import ASKED, PLAIN, UNASKED, Budget, Comparison, worth_asking
-from quickbeam.engine.cost import CostModel
+from quickbeam.engine.budget import ASKED, PLAIN, Budget
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import Grown, Growth, NoDraft
 from quickbeam.methods.constrained import constrained
@@ -24,14 +23,13 @@ logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=Any)  # something of a `sequence`
 T = TypeVar("T")
 
-# Of a plain step: what calls take at most that a lone request is not compared for. Those of a block
-# drafter take a quarter to a third.
-CHEAP = 0.4
 UNPRICED = 16  # nodes of a tree under the measured budget whose method asks nothing of their costs
 CATCH_UP = 32  # where a drafter has to read more tokens than this, it does so before the call
+FEW = 8  # tokens of a sequence that are read in a call whose time counts
 # Of these it reads at most twice as many as the answer may still have, and at most so many, if it
 # can leave out those before them: drafts gain little from the rest, and reading takes time.
 TAIL = 128
+TOKENS = 2.0  # of a step, about
 
 
 @dataclass(eq=False)
@@ -59,7 +57,7 @@ class TreeDraft:
     @property
     def measured(self) -> bool:
         """Whether each of its nodes has to be worth its marginal cost."""
-        return self.sequence.context.marginal_cost is not None
+        return self.sequence.context.node_costs is not None
 
 
 class DraftStep:
@@ -79,38 +77,21 @@ class DraftStep:
     ) -> None:
         self.model, self.running = model, running
         self._make_budget, self._prompts = budget, prompts
-        self._explored = False  # one sequence is enough to explore
         self.asked = False  # whether the drafter was asked
         self.reading = 0.0  # seconds in which it read what it had missed
 
     @cached_property
     def budget(self) -> Budget:
+        """The budget, with this step opened."""
         budget = self._make_budget()
+        # what is learned in it belongs to all methods whose budget is measured
+        measured = [one for one in self.running if one.request.budget is None]
+        setting = frozenset(one.request.setting for one in measured)
+        drafter = next((one.drafter for one in measured if one.drafter is not None), None)
         tokens = sum(len(one.ids) for one in self.running)
         nodes = sum(one.nodes for one in self.running)
-        budget.begin(len(self.running), tokens, nodes, self._prompts)
+        budget.begin(setting, len(self.running), tokens, nodes, self._prompts, drafter)
         return budget
-
-    @cached_property
-    def comparison(self) -> Comparison:
-        """The comparison that all sequences with a measured budget take part in."""
-        measured = [one for one in self.running if one.request.budget is None]
-        settings = frozenset(one.request.setting for one in measured)
-        drafter = next((one.drafter for one in measured if one.drafter is not None), None)
-        modes = list({mode: None for one in measured for mode in _modes(one)})
-        # Modes are compared over whole texts. One that repeats itself would make a fast drafter
-        # seem superfluous in the next one, which does not: there the tree alone decides on calls.
-        fast = self.budget.cost.call(drafter) < CHEAP * self.budget.plain
-        alone = len(self.running) == 1 and ASKED in modes and fast
-        key = (settings, "alone") if alone else settings  # costs, and so modes, may change
-        comparison = self.budget.comparison(key, [ASKED] if alone else modes, drafter)
-        if alone and not self.running[0].statistics.steps:
-            comparison.begin_text()
-        return comparison
-
-    @cached_property
-    def rate(self) -> float:
-        return self.budget.rate(self.comparison)
 
     def grow(self) -> list[TreeDraft]:
         """Grow the trees of all running sequences, round by round."""
@@ -131,54 +112,78 @@ class DraftStep:
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Record that the step emitted `tokens` in all and took `seconds`."""
-        if "comparison" in vars(self):
-            # what it read serves the rest of the answer
-            self.budget.observe(self.comparison, tokens, seconds - self.reading, self.asked)
+        if "budget" in vars(self):
+            asks = any(one.drafter is not None for one in self.running)
+            asked = self.asked if asks else any(one.nodes > 1 for one in self.running)
+            self.budget.observe(tokens, seconds, self.reading, asked)
 
     def _begin(self, sequence: SequenceState) -> TreeDraft:
-        request, policy, context = sequence.request, sequence.policy, sequence.context
-        nodes, context.marginal_cost = request.budget or 1, None
-        if request.budget is None and policy.sources and self._mode(sequence) != PLAIN:
-            nodes = UNPRICED
-            if policy.priced and not context.draws:
-                cost = self.budget.marginal_cost(self.rate)
-                explore = self._explores(sequence)
-                # a node gives one token at most
-                nodes = self.budget.limit if explore or cost.node(1) < 1 else 1
-                context.marginal_cost = replace(cost, explore=explore)
-            if nodes == 1:
-                self.budget.recheck_costs(self.model)
-        depth = sequence.remaining - 1
+        context, depth = sequence.context, sequence.remaining - 1
+        context.node_costs, context.explore = None, False
+        nodes = sequence.request.budget
+        if nodes is None:
+            nodes = self._measured_nodes(sequence)
         # for the root alone nothing is looked for
-        growth = (policy if nodes > 1 else NoDraft()).grow(context, nodes, depth)
+        growth = (sequence.policy if nodes > 1 else NoDraft()).grow(context, nodes, depth)
         if context.grammar is not None:
             growth = constrained(growth, context, nodes, depth)
         return TreeDraft(sequence, growth)
 
-    def _mode(self, sequence: SequenceState) -> str:
-        mode, modes = self.comparison.mode, _modes(sequence)
-        return mode if mode in modes else modes[0]
+    def _measured_nodes(self, sequence: SequenceState) -> int:
+        """Return how many nodes a tree may have, and give the context what a node costs."""
+        policy, context = sequence.policy, sequence.context
+        if not policy.sources:
+            return 1
+        # forced tokens are drafted in any case
+        if self.budget.kind == PLAIN and context.grammar is None:
+            return 1
+        if not policy.priced or context.draws:
+            return UNPRICED
+        if self.budget.kind == ASKED or sequence.drafter is None:
+            context.explore = self.budget.explore(self._exploring_seconds(sequence))
+        context.node_costs = self.budget.node_costs(context.explore)
+        # a node gives one token at most
+        return self.budget.limit if context.node_cost(1) < 1 else 1
 
-    def _explores(self, sequence: SequenceState) -> bool:
-        if self._explored or sequence.drafter is None or self._mode(sequence) != ASKED:
-            return False
-        cost, plain = self.budget.cost, self.budget.plain
-        call, reading = cost.call(sequence.drafter), cost.read(sequence.drafter, _unread(sequence))
-        self._explored = self.comparison.explores(call / plain, reading / plain)
-        return self._explored
+    def _exploring_seconds(self, sequence: SequenceState) -> float:
+        """Return what a call of the drafter takes, with what it has to read before."""
+        drafter, cost = sequence.drafter, self.budget.cost
+        if drafter is None:
+            return 0.0
+        return cost.of_call(drafter) + cost.of_reading(drafter, self._to_read(sequence))
 
     def _ask(self, waiting: list[TreeDraft]) -> list[TreeDraft]:
         """Return the trees whose requests are worth their time; the others go on without."""
         measured = [one for one in waiting if one.measured]
         if not measured:
             return waiting
-        drafter = measured[0].sequence.drafter
-        gains = [one.request.gain if self._mode(one.sequence) == ASKED else 0.0 for one in measured]
-        answered = worth_asking(gains, lambda n: self.budget.cost.call(drafter, n), self.rate)
+        gains = [self._gain(one) for one in measured]
+        answered = self.budget.worth_asking(measured[0].sequence.drafter, gains)
         refused = [one for one, yes in zip(measured, answered, strict=True) if not yes]
         for one in refused:
             self._send(one, None)
         return [one for one in waiting if one not in refused]
+
+    def _to_read(self, sequence: SequenceState) -> int:
+        """Return how many tokens the drafter has to read before it is asked."""
+        drafter, unread = sequence.drafter, _unread(sequence)
+        skips = drafter is not None and drafter.skips
+        return min(unread, _tail(sequence)) if skips else unread
+
+    def _gain(self, one: TreeDraft) -> float:
+        """Return the tokens that a tree gains from an answer, beside the time of the call.
+
+        Where the drafter has to read much first, this is spread over the steps that are left.
+        """
+        sequence, cost = one.sequence, self.budget.cost
+        if self.budget.kind != ASKED:
+            return 0.0
+        unread = self._to_read(sequence)
+        if unread <= CATCH_UP:
+            return float(one.request.gain)
+        steps = max(1.0, sequence.remaining / TOKENS)
+        reading = cost.of_reading(sequence.drafter, unread) / steps
+        return float(one.request.gain - self.budget.rate * reading)
 
     def _answer(self, drafter: Drafter, asked: list[TreeDraft]) -> None:
         # Where the drafter missed many tokens because it was not asked, it reads them first, or the
@@ -193,8 +198,8 @@ class DraftStep:
             try:
                 for sequence in behind:
                     if cost is not None and drafter.skips and sequence.draft_state is not None:
-                        sequence.draft_state.skip(min(TAIL, 2 * sequence.remaining))
-                read_ahead(drafter, behind, cost)
+                        sequence.draft_state.skip(_tail(sequence))
+                read_ahead(drafter, behind)
             except Exception as error:
                 # the call meets it again, and tells which sequence it is
                 logger.info("a drafter can't catch up: %s", error)
@@ -211,8 +216,8 @@ class DraftStep:
             else:
                 self._send(one, answer)
         timed = len(first) if drafter.one_call else len(asked)
-        if cost is not None and timed:
-            cost.observe_call(drafter, timed, time.perf_counter() - caught_up, unread)
+        if cost is not None and timed and unread <= FEW * timed:
+            cost.observe_call(drafter, timed, time.perf_counter() - caught_up)
 
     def _send(self, one: TreeDraft, answer: DraftProbs | None) -> None:
         try:
@@ -224,16 +229,9 @@ class DraftStep:
             fail(one.sequence, error)
 
 
-def _modes(sequence: SequenceState) -> list[str]:
-    """Return the modes that a sequence's steps can have, see `Comparison`.
-
-    Forced tokens are drafted in any case. A policy that can't leave a call out is always answered.
-    """
-    policy, context = sequence.policy, sequence.context
-    asks = [ASKED] if sequence.drafter is not None else []
-    leaves_out = policy.priced and not context.draws
-    free = [UNASKED] if not asks or (len(policy.sources) > 1 and leaves_out) else []
-    return asks + free + ([PLAIN] if sequence.params.grammar is None else [])
+def _tail(sequence: SequenceState) -> int:
+    """Return how many tokens a drafter reads at most that can leave out those before them."""
+    return min(TAIL, 2 * sequence.remaining)
 
 
 def _unread(sequence: SequenceState) -> int:
@@ -243,20 +241,15 @@ def _unread(sequence: SequenceState) -> int:
 def read_ahead(
     drafter: Drafter,
     sequences: Sequence[SequenceState],
-    cost: CostModel | None = None,
     least: int = 1,
     end: int | None = None,
 ) -> None:
     """Let a drafter read committed tokens of these sequences ahead of their next trees.
 
-    `cost` learns what a token takes, if there are many of them. See `Drafter.read`.
+    See `Drafter.read`.
     """
     states = [one.draft_state for one in sequences if one.draft_state is not None]
-    before, began = sum(map(_unread, sequences)), time.perf_counter()
     drafter.read(states, least, end)
-    tokens = before - sum(map(_unread, sequences))
-    if cost is not None and tokens > CATCH_UP:
-        cost.observe_read(drafter, tokens, time.perf_counter() - began)
 
 
 def each_alone(parts: Sequence[P], run: Callable[[Sequence[P]], Sequence[T]]) -> list[T | None]:

@@ -97,12 +97,15 @@ def elsewhere(kind: str, number: int) -> Evidence:
 
 
 class AcceptanceModel:
-    """Acceptance rates of proposals, corrected by what was accepted."""
+    """Acceptance rates of proposals, and what a drafter's calls bring, by what was accepted."""
 
     TRUST = 8.0  # how many accepted tokens the first guess counts for in each class
     MEMORY = 512  # observations of a class after which one has lost most of its weight
+    CALL_TRUST, CALL_MEMORY = 4.0, 64  # the same of calls, in trees
+    ACCEPTED = 0.6  # accepted tokens for each node that is reached and was asked about, at first
 
     def __init__(self) -> None:
+        self._accepted, self._asked = self.ACCEPTED * self.CALL_TRUST, self.CALL_TRUST
         # by class: accepted tokens, and those that the formulas expected
         self._sums: dict[tuple[str, int, int] | None, tuple[float, float]] = {}
 
@@ -122,39 +125,17 @@ class AcceptanceModel:
             keep = 1 - 1 / self.MEMORY
             self._sums[group] = keep * before + accepted, keep * expected + usual
 
-
-class CallYield:
-    """What calls of the drafter bring: fading sums over verified trees."""
-
-    MEMORY = 64  # trees after which an observation has lost most of its weight
-    TRUST = 4.0  # how many trees the first guess counts for
-    ADDED = 2  # about how many nodes a tree gains by asking about one node: at first, and at most
-
-    def __init__(self) -> None:
-        self._accepted, self._asked = 0.6 * self.TRUST, self.TRUST
-        self._added = self.ADDED * self.TRUST
-
     @property
     def accepted_per_asked(self) -> float:
         """Accepted tokens for each node that is reached and was asked about."""
         return self._accepted / self._asked
 
-    @property
-    def added_per_asked(self) -> float:
-        """Nodes that the tree gains for each node that is reached and was asked about.
-
-        Where nodes are slow, few are worth adding. Of more than `ADDED` the further ones count for
-        nothing: each was added because it is worth its cost.
-        """
-        return min(self.ADDED, self._added / self._asked)
-
-    def observe(self, accepted: int, asked: float, added: int) -> None:
-        """Record a verified tree: `accepted` tokens on `added` nodes.
+    def observe_calls(self, accepted: int, asked: float) -> None:
+        """Record a verified tree: `accepted` of the drafter's tokens.
 
         `asked`: the summed probability of being reached of the nodes that the drafter was asked
         about, in calls that cost something: of a block drafter, the first of a tree.
         """
-        keep = 1 - 1 / self.MEMORY
+        keep = 1 - 1 / self.CALL_MEMORY
         self._accepted = keep * self._accepted + accepted
         self._asked = keep * self._asked + asked
-        self._added = keep * self._added + added

@@ -10,7 +10,7 @@ from __future__ import annotations
 from quickbeam.drafters.base import Context, Drafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Answers, Ngram
-from quickbeam.methods.acceptance import AcceptanceModel, CallYield
+from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Growth, Method
 from quickbeam.methods.free import FreeCandidates
 from quickbeam.methods.search import Search, best_first
@@ -30,9 +30,9 @@ class Auto(Method):
     ) -> None:
         self.drafter, self.last_logits, self.answers = drafter, last_logits, answers
         self.sources = (drafter, ngram, last_logits, answers)
-        self.model, self.calls = AcceptanceModel(), CallYield()
+        self.model = AcceptanceModel()
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         free = FreeCandidates(context, self.last_logits, self.answers)
         search = Search(self.drafter, context, budget - 1, max_depth, self.model)
-        return best_first(search, self.calls, free.propose)
+        return best_first(search, free.propose)

@@ -36,7 +36,7 @@ class Method(ABC):
     All sequences share what a method learns. What belongs to one tree is kept in its generator.
 
     - `sources`: the sources of its candidates.
-    - `priced`: whether it uses `Context.marginal_cost` where that is given, which is where it draws
+    - `priced`: whether it uses `Context.node_costs` where they are given, which is where it draws
       no children. The budget is then only an upper bound.
     """
 

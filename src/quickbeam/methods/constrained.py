@@ -44,14 +44,14 @@ def constrained(growth: Growth, context: Context, budget: int, max_depth: int) -
 def add_forced_runs(tree: TokenTree, context: Context, budget: int, max_depth: int) -> None:
     """Add the tokens that are forced below the tree's leaves, as long as there is room.
 
-    Where nodes have marginal costs, only below leaves that are reached often enough.
+    Where nodes have costs, only below leaves that are reached often enough.
     """
-    node, cost = 0, context.marginal_cost
+    node = 0
     while node < len(tree) < budget:
         if (
             not tree.children[node]
             and tree.depth[node] < max_depth
-            and (cost is None or tree.value[node] > cost.node(len(tree)))
+            and (context.node_costs is None or tree.value[node] > context.node_cost(len(tree)))
             and (token := context.forced(tree.tokens(node))) is not None
         ):
             tree.add(node, token, GRAMMAR, tree.value[node], probability=1.0)

@@ -20,7 +20,6 @@ from itertools import zip_longest
 from quickbeam.drafters.base import Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.methods.acceptance import (
     AcceptanceModel,
-    CallYield,
     Estimate,
     as_printed,
     drafted,
@@ -132,7 +131,7 @@ class DySpec(Method):
     was accepted (`AcceptanceModel`). `estimate` gives the evidence of a child of this rank and
     probability: `as_printed` for the hypothesis alone.
 
-    With `Context.marginal_cost` the search's tree also ends where the next likeliest path is
+    With `Context.node_costs` the search's tree also ends where the next likeliest path is
     expected to give fewer tokens than its node costs.
     """
 
@@ -140,7 +139,7 @@ class DySpec(Method):
 
     def __init__(self, drafter: Drafter, estimate: Estimate | None = None) -> None:
         self.drafter, self.sources = drafter, (drafter,)
-        self.model, self.calls = AcceptanceModel(), CallYield()
+        self.model = AcceptanceModel()
         self._drafted, self._drawn = estimate or drafted, estimate or drawn
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
@@ -152,7 +151,7 @@ class DySpec(Method):
             )
             return Grown(tree, partial(self._learn, draws))
         search = Search(self.drafter, context, budget - 1, max_depth, self.model, self._drafted)
-        return (yield from best_first(search, self.calls))
+        return (yield from best_first(search))
 
     def _learn(self, draws: dict[int, Draw], tree: TokenTree, path: Sequence[int]) -> None:
         """Learn from a verified tree of drawn children.

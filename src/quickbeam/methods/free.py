@@ -122,7 +122,7 @@ class FreeCandidates:
 def free_tree(
     context: Context, budget: int, max_depth: int, model: AcceptanceModel, free: FreeCandidates
 ) -> Growth:
-    """Return the growth of the tree of free candidates alone that are worth their marginal cost."""
+    """Return the growth of the tree of free candidates alone that are worth their cost."""
     search = Search(None, context, budget - 1, max_depth, model)
     free.propose(search)
     return without_calls(search.tree(), partial(observe, search))

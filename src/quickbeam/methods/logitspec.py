@@ -43,7 +43,7 @@ class LogitSpec(Method):
 
     Where a finished text agrees with this one's end for longer, the chain is how that went on.
 
-    That is for a fixed budget, and its nodes carry no value. Where nodes have marginal costs, the
+    That is for a fixed budget, and its nodes carry no value. Where nodes have costs, the
     same sources compete by their acceptance rates, as in `auto` (`methods/free.py`).
     """
 
@@ -59,7 +59,7 @@ class LogitSpec(Method):
         self.sources, self.model = (ngram, last_logits, answers), AcceptanceModel()
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
-        if context.marginal_cost is not None:
+        if context.node_costs is not None:
             free = FreeCandidates(context, self.last_logits, self.answers)
             return free_tree(context, budget, max_depth, self.model, free)
         return without_calls(self._tree(context, budget, max_depth))

@@ -35,7 +35,7 @@ def graft(
 class PromptLookup(Method):
     """Drafts what followed the newest occurrence of the longest n-gram that ends in the root.
 
-    It drafts `LENGTH` tokens at most; where nodes have marginal costs, those that are worth them.
+    It drafts `LENGTH` tokens at most; where nodes have costs, those that are worth them.
     """
 
     priced = True
@@ -44,7 +44,7 @@ class PromptLookup(Method):
         self.sources, self.model = (ngram,), AcceptanceModel()
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
-        if context.marginal_cost is not None:
+        if context.node_costs is not None:
             return free_tree(context, budget, max_depth, self.model, FreeCandidates(context))
         tree, index = TokenTree(context.ids[-1]), context.states[Ngram.name]
         match = index.match(context.ids[-MAX_N:])

@@ -14,7 +14,6 @@ from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, Draft
 from quickbeam.methods.acceptance import (
     LIFT,
     AcceptanceModel,
-    CallYield,
     Estimate,
     Evidence,
     drafted,
@@ -75,7 +74,7 @@ class Search:
     The drafter sees a tree of its own, of the paths that it was asked about only. A token that a
     grammar forces is as likely as the token before it.
 
-    Where the context has marginal costs, a path is also kept only if its value exceeds that of its
+    Where the context has costs of nodes, a path is also kept only if its value exceeds that of its
     node. `estimate(rank, probability, confidence)` is the evidence of a drafter's proposal. Without
     a drafter, candidates are entered from elsewhere alone.
     """
@@ -93,7 +92,7 @@ class Search:
         self.name, self.one_call = (drafter.name, drafter.one_call) if drafter else ("", True)
         self.context, self.max_depth = context, max_depth
         self.size = size if max_depth > 0 else 0
-        self.model, self.cost = model, context.marginal_cost
+        self.model, self.costed = model, context.node_costs is not None
         self.wide = size > WIDE
         self.root = Candidate(context.ids[-1], None, "root", place=0)
         self.best: list[Candidate] = []
@@ -107,13 +106,13 @@ class Search:
         Paths no likelier than `_floor` add no node, but can still replace a less likely path.
         """
         self.candidates.sort(key=lambda one: (-one.value, one.number))
-        self.best, self._floor, cost = self.candidates[: self.size], 0.0, self.cost
-        if cost is not None:
-            kept = 0
-            while kept < len(self.best) and self.best[kept].value > cost.node(kept + 1):
+        self.best, self._floor = self.candidates[: self.size], 0.0
+        if self.costed:
+            cost, kept = self.context.node_cost, 0
+            while kept < len(self.best) and self.best[kept].value > cost(kept + 1):
                 kept += 1
             del self.best[kept:]
-            self._floor = cost.node(kept + 1)
+            self._floor = cost(kept + 1)
 
     @property
     def worst(self) -> float:
@@ -130,7 +129,7 @@ class Search:
         not be entered at all. (Siblings count as likelier by their rank. Observed rates may turn
         two estimates around; one such path may then be missed.)
         """
-        return self.cost is not None and value <= self.cost.node(nodes)
+        return self.costed and value <= self.context.node_cost(nodes)
 
     def enter(
         self,
@@ -253,14 +252,7 @@ class Search:
         return max(0.0, 1 - both) / max(1e-6, 1 - theirs)
 
     def tree(self) -> TokenTree:
-        """Return the tree of the root and `best`: node i is `best[i - 1]`.
-
-        Where the costs of whole passes are known, `best` becomes as many paths as are worth one.
-        """
-        if self.cost is not None and self.cost.passes:
-            self.rank()
-            known = self.candidates[: self.size]
-            self.best = known[: self.cost.best_count([one.value for one in known])]
+        """Return the tree of the root and `best`: node i is `best[i - 1]`."""
         tree, place = TokenTree(self.root.token), {0: 0}
         for one in self.best:
             assert one.parent is not None
@@ -270,24 +262,22 @@ class Search:
         return tree
 
 
-def best_first(
-    search: Search, calls: CallYield, propose: Callable[[Search], None] = Search.rank
-) -> Growth:
+def best_first(search: Search, propose: Callable[[Search], None] = Search.rank) -> Growth:
     """Ask the drafter about likely paths until none is left that could add a node.
 
     `propose` enters candidates without a call: below the root, and below `search.best` after calls.
 
-    With marginal costs, no call is made for nodes that are expected to give fewer tokens than the
-    call costs. (A block drafter's first call is the only one that costs anything.) Then
-    `calls` learns from the verified tree.
+    Where nodes have costs, no call is made that is expected to give fewer tokens than it costs. (A
+    block drafter's first call is the only one that costs anything.) Then the search's model learns
+    from the verified tree what calls bring.
     """
-    cost, asked, paths = search.cost, 0.0, [search.root] if search.size > 0 else []
-    explore = cost is not None and cost.explore
+    asked, paths = 0.0, [search.root] if search.size > 0 else []
+    explore = search.context.explore
     propose(search)
     while paths:
         worths = [search.worth(one) for one in paths]
-        free = cost is None or explore or (asked > 0 and search.one_call)
-        gain = float("inf") if free else _gain(search, calls, worths)
+        free = not search.costed or explore or (asked > 0 and search.one_call)
+        gain = float("inf") if free else _gain(search, worths)
         if not (yield from search.ask(paths, gain=gain)):
             break
         # forced tokens took no call, so exploring is still to come
@@ -297,13 +287,13 @@ def best_first(
         search.rank()
         propose(search)
         paths = search.open()
-    return Grown(search.tree(), partial(_learn, search, calls, 0.0 if cost is None else asked))
+    return Grown(search.tree(), partial(_learn, search, asked if search.costed else 0.0))
 
 
-def _gain(search: Search, calls: CallYield, worths: Sequence[float]) -> float:
-    """Return the tokens expected from asking about nodes, less the cost of the nodes it adds."""
-    nodes = calls.added_per_asked * search.worst
-    return sum(max(0.0, worth * calls.accepted_per_asked - nodes) for worth in worths)
+def _gain(search: Search, worths: Sequence[float]) -> float:
+    """Return the tokens expected from asking about nodes, less the cost of a node for each."""
+    accepted, node = search.model.accepted_per_asked, search.worst
+    return sum(max(0.0, worth * accepted - node) for worth in worths)
 
 
 def observe(search: Search, tree: TokenTree, path: Sequence[int]) -> None:
@@ -318,11 +308,9 @@ def observe(search: Search, tree: TokenTree, path: Sequence[int]) -> None:
                 search.model.observe(evidence, child == accepted)
 
 
-def _learn(
-    search: Search, calls: CallYield, asked: float, tree: TokenTree, path: Sequence[int]
-) -> None:
-    """Learn from a verified tree. `asked`: see `CallYield.observe`; 0 where it does not learn."""
+def _learn(search: Search, asked: float, tree: TokenTree, path: Sequence[int]) -> None:
+    """Learn from a verified tree. `asked`: see `AcceptanceModel.observe_calls`; 0: of no calls."""
     observe(search, tree, path)
     if asked:
-        added = [i for i in range(1, len(tree)) if search.wide or tree.source[i] == search.name]
-        calls.observe(len({*added} & {*path}), asked, len(added))
+        added = sum(search.wide or tree.source[node] == search.name for node in path[1:])
+        search.model.observe_calls(added, asked)

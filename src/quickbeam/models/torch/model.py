@@ -153,11 +153,11 @@ class TorchModel(Model):
             first = end
         logits = joined([result.logits for result in results])
         hidden = joined([result.hidden for result in results]) if self._watched else None
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not self._chooses:
             return split(batch.parts, logits, hidden, None)
         # one transfer for the whole pass: asked row by row, each token would wait for the device
         chosen = joined([result.tokens for result in results]).tolist()
-        if not self._chooses:  # MPS has no float64, in which tokens are drawn
+        if self.device.type == "mps":  # it has no float64, in which tokens are drawn
             return split(batch.parts, logits.cpu(), hidden, chosen)
         return split(batch.parts, logits, hidden, best=chosen, drawn=chosen)
 
