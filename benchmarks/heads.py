@@ -67,8 +67,8 @@ def router_of(weight: torch.Tensor, clusters: int, native: Kernels | None) -> He
         plain = router.to(weight)
         return lambda h: plain(h, h)
     program = Program(native)
-    sides = program.given("hidden", d), program.given("embedded", d)
-    NativeRouter(router, native).add(program, *sides, program.given("scores", clusters, True))
+    sides = program.external("hidden", d), program.external("embedded", d)
+    NativeRouter(router, native).add(program, *sides, program.external("scores", clusters, True))
 
     def run(h: torch.Tensor) -> torch.Tensor:
         n = len(h)

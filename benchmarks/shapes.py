@@ -27,6 +27,7 @@ from quickbeam.errors import QuickbeamError
 from quickbeam.models.base import Batch, Chain
 from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families import stack_of
+from quickbeam.models.native.library import kernels
 from random_gguf import write
 
 
@@ -65,8 +66,10 @@ class RandomParameters:
 
 
 def random_model(name: str, weights: str) -> NativeModel:
-    parameters = RandomParameters(CONFIGS[name])
-    return NativeModel(parameters, stack_of(parameters.config, parameters.dtype), weights=weights)
+    parameters, native = RandomParameters(CONFIGS[name]), kernels()
+    assert native is not None, "these shapes are measured with the native kernels"
+    stack = stack_of(parameters.config, parameters.dtype)
+    return NativeModel(parameters, stack, native, weights=weights)
 
 
 def prompt_of(model: NativeModel, tokens: int) -> Callable[[], None]:

@@ -261,7 +261,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if TABLE in markdown:
         markdown = markdown.replace(TABLE, families())
     if PARTS in markdown:
-        from quickbeam.models.weights.stored import COMPOSITES
+        from quickbeam.models.weights.sources import COMPOSITES
 
         markdown = markdown.replace(PARTS, ", ".join(f"`{one}`" for one in sorted(COMPOSITES)))
     text = rewritten(markdown, page.file.src_uri)

@@ -207,7 +207,7 @@ class Text:
 
     def shared(self, tokens):
         chunk = 0
-        while self.state.share(chunk, tokens) is not None:
+        while self.state.chunk_pages(chunk, tokens) is not None:
             chunk += 1
         return chunk
 
@@ -215,10 +215,10 @@ class Text:
         other, kept = Text(self.pair, ids, self.context.temperature, None), chunks * tokens
         if chunks:
             both = self.target.store, self.state
-            shared = [[of.share(chunk, tokens) for chunk in range(chunks)] for of in both]
-            other.target.store.adopt(shared[0], tokens)
+            shared = [[of.chunk_pages(chunk, tokens) for chunk in range(chunks)] for of in both]
+            other.target.store.attach(shared[0], tokens)
             other.target.ids, other.hidden = ids[:kept], self.hidden[:kept]
-            other.state.adopt(shared[1], tokens, [self.hidden[kept - 1]])
+            other.state.attach(shared[1], tokens, [self.hidden[kept - 1]])
         other.read(ids[:-1], kept)
         return other
 

@@ -42,8 +42,8 @@ def largest(kernels, packed, x, epilogue=library.BEST, **options):
         packed = Packed(kernels, [packed])
     program, outputs = Program(kernels), packed.outputs // (1 + packed.gated)
     y, best = torch.full((len(x), outputs), torch.nan), torch.full((len(x),), 77)
-    source = program.given("x", x.shape[1], x.dtype is torch.float32)
-    target, place = program.given("y", outputs, True), program.given("best", 1)
+    source = program.external("x", x.shape[1], x.dtype is torch.float32)
+    target, place = program.external("y", outputs, True), program.external("best", 1)
     if epilogue == library.BEST:
         options["best"] = place
     program.linear(packed, source, target, epilogue, **options)
@@ -102,11 +102,10 @@ def write(kernels, shape, keys, values, rows):
     program, (heads, n, dim) = Program(kernels), keys.shape
     rest = torch.cat([keys, values], 2).transpose(0, 1).float().contiguous()
     query, small = torch.zeros(n, heads * dim), torch.zeros(1)
-    rest_of = program.given("rest", rest[0].numel(), True)
-    small_of = program.given("small", 0, True)
-    both = program.given("query", heads * dim, True), program.given("sorted", 0)
-    of_key = dict(key=rest_of.index, key_stride=rest_of.width, value=small_of.index)
-    program.add(library.LATENT, *both, **of_key, heads=heads, **shape.fields(0))
+    rest_of = program.external("rest", rest[0].numel(), True)
+    small_of = program.external("small", 0, True)
+    both = program.external("query", heads * dim, True), program.external("sorted", 0)
+    program.latent(*both, rest_of, small_of, 0, heads, shape, 0)
     given = {"query": query, "rest": rest, "small": small}
     program.run(rows, {**given, "sorted": query.to(torch.bfloat16)})
 
@@ -117,7 +116,7 @@ def relocated(store, seed=0):
     memory = torch.full((len(pages) + 1, len(pages[0].data) + 32), torch.nan, dtype=torch.bfloat16)
     places = random.Random(seed).sample(range(len(pages) + 1), len(pages))
     moved = [memory[at, 32:].copy_(page.data) for at, page in zip(places, pages, strict=True)]
-    other.adopt([[*map(Page, moved)]], store.length)
+    other.attach([[*map(Page, moved)]], store.length)
     other.pool.used += len(pages)
     return other
 
@@ -127,7 +126,7 @@ def attend(kernels, stores, query, prefix, paths, scaling, **variations):
     n, heads, _ = query.shape
     shape = stores[0][1].pool.shapes[0]
     program = Program(kernels)
-    both = program.given("query", 0), program.given("out", heads * shape.value_dim)
+    both = program.external("query", 0), program.external("out", heads * shape.value_dim)
     program.attend(*both, heads, shape, 0, scaling, **variations)
     out = torch.full((n, heads, shape.value_dim), torch.nan, dtype=torch.bfloat16)
     spans = [(count, store.table) for count, store in stores]

@@ -13,7 +13,7 @@ from quickbeam.models.native import library
 from quickbeam.models.weights import disk
 from quickbeam.models.weights.checkpoint import Checkpoint
 from quickbeam.models.weights.formats import weights_format
-from quickbeam.models.weights.packed_file import WeightFile
+from quickbeam.models.weights.packed_file import PackedFile
 from quickbeam.models.weights.packing import PackedWeights
 from target import Target
 
@@ -39,15 +39,16 @@ def limits(checkpoint, weights="bfloat16"):
     """Memory for no resident group, one, … as far as that is less than the model takes."""
     name = weights_format(weights, checkpoint.dtype)
     packed = PackedWeights(checkpoint, checkpoint.stack, library.kernels(), name)
-    piece = disk.piece(packed)
-    every = range(packed.small + 2 * piece, packed.small + packed.size, piece)
-    return [limit for limit in every if disk.limit(checkpoint, checkpoint.stack, weights, limit)]
+    piece = disk.buffer_size(packed)
+    every = range(packed.resident_size + 2 * piece, packed.resident_size + packed.size, piece)
+    args = checkpoint, checkpoint.stack, library.kernels(), weights
+    return [limit for limit in every if disk.needed_limit(*args, limit)]
 
 
 def on_disk(checkpoint, memory, weights="bfloat16"):
-    kept = WeightFile.of(str(checkpoint.path), None, weights, None)
-    more = {"weights": weights, "kept": kept, "memory": memory}
-    target = Target(NativeModel(checkpoint, checkpoint.stack, **more))
+    kept = PackedFile.for_checkpoint(str(checkpoint.path), None, weights, None)
+    more = {"weights": weights, "packed_file": kept, "memory": memory}
+    target = Target(NativeModel(checkpoint, checkpoint.stack, library.kernels(), **more))
     assert target.model.streamed is not None and target.model.exact
     return target
 

@@ -17,7 +17,7 @@ from quickbeam.models.native import library
 from quickbeam.models.opening import open_checkpoint
 from quickbeam.models.transformers_class import load_model
 from quickbeam.models.weights.adapters import CONFIG, WEIGHTS, adapter_in
-from quickbeam.models.weights.packed_file import WeightFile
+from quickbeam.models.weights.packed_file import PackedFile
 from quickbeam.params import SamplingParams
 from quickbeam.serve.fingerprint import digest_of
 from test_families import made
@@ -295,7 +295,7 @@ def test_what_is_kept_of_an_adapter_is_of_its_base_as_well(answering):
     adapter, base, _ = answering
 
     def kept():
-        file = WeightFile.of(str(adapter), None, "int8", None, base=base)
+        file = PackedFile.for_checkpoint(str(adapter), None, "int8", None, base=base)
         return file.path, digest_of(str(adapter))
 
     before = kept()

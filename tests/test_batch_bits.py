@@ -125,28 +125,28 @@ class World:
         if self.shared and self.rng.random() < 0.2:
             chunks, _ = self.shared.pop(self.below(len(self.shared)))
             for chunk in chunks:
-                self.model.pool.drop(chunk)
+                self.model.pool.unpin(chunk)
         known = [(text, len(text.ids) // size) for text in self.texts]
         if known := [(text, count) for text, count in known if count]:
             text, count = self.rng.choice(known)
-            chunks = [text.cache.share(i, size) for i in range(count)]
+            chunks = [text.cache.chunk_pages(i, size) for i in range(count)]
             for chunk in chunks:
-                self.model.pool.keep(chunk)
+                self.model.pool.pin(chunk)
             self.shared.append((chunks, text.ids[: count * size]))
 
-    def adopt(self):
+    def attach(self):
         if self.shared and len(self.texts) < 6:
             chunks, ids = self.rng.choice(self.shared)
             text = Text(self.model.pool.new(), list(ids))
-            text.cache.adopt(chunks, self.model.granularity)
-            self.done["adopt"] += 1
+            text.cache.attach(chunks, self.model.granularity)
+            self.done["attach"] += 1
             self.texts.append(text)
 
     @torch.inference_mode()
     def live(self, steps):
         for _ in range(steps):
             every = [self.passes, self.new, self.share]
-            every += [self.fork, self.truncate, self.release, self.adopt]
+            every += [self.fork, self.truncate, self.release, self.attach]
             self.rng.choices(every, (9, 3, 3, 2, 2, 2, 2))[0]()
 
     @torch.inference_mode()
@@ -155,7 +155,7 @@ class World:
             self.release()
         for chunks, _ in self.shared:
             for chunk in chunks:
-                self.model.pool.drop(chunk)
+                self.model.pool.unpin(chunk)
         assert self.model.pool.used == self.other.pool.used == 0
 
 
@@ -163,7 +163,7 @@ def models(name):
     pair = tuple(make_model(tiny(name, torch.bfloat16), chunk=CHUNK) for _ in range(2))
     for model in pair:
         assert model.exact
-        model.watch([1, 3])
+        model.set_aux_layers([1, 3])
     return pair[0], pair[1]
 
 
@@ -175,7 +175,7 @@ def wrong_rows(model, other, seeds, steps):
         world.end()
         assert world.compared > steps / 2
         wrong, done = wrong + world.wrong, done + world.done
-    assert {*+done} >= {"fork", "truncate", "adopt", "spoil"}  # that happened
+    assert {*+done} >= {"fork", "truncate", "attach", "spoil"}  # that happened
     return wrong
 
 
@@ -197,16 +197,16 @@ def early(self, page):
     page.users -= 1
     if not page.users:
         self.used -= 1
-    self._unused.append(page)
+    self._free_pages.append(page)
 
 
 @needs_kernels
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        (PagedStore, "_shared", lambda self: []),  # writes a page that others hold
-        (PagedStore, "_shared", all_but_the_last),
-        (PagePool, "leave", early),  # gives a page away that others hold
+        (PagedStore, "_pages_to_copy", lambda self: []),  # writes a page that others hold
+        (PagedStore, "_pages_to_copy", all_but_the_last),
+        (PagePool, "release", early),  # gives a page away that others hold
     ],
     ids=["never copied", "the last not copied", "given away early"],
 )

@@ -220,10 +220,10 @@ def test_what_another_sequence_read_is_taken_over(toys):
     first, second = toy.drafter.begin(ids), toy.drafter.begin(ids)
     first.append_hidden(hidden[:30])
     toy.drafter.read([first])
-    assert first.cache.length == 30 and first.waiting == 0 and first.share(2, 16) is None
+    assert first.cache.length == 30 and first.waiting == 0 and first.chunk_pages(2, 16) is None
     first.append_hidden(hidden[30:36])
     assert first.unread_hidden(5, 6).equal(hidden[30:36]) and first.unread_hidden(6, 6) is None
-    second.adopt([first.share(0, 16)], 16, [hidden[15:16], hidden[16:32]])
+    second.attach([first.chunk_pages(0, 16)], 16, [hidden[15:16], hidden[16:32]])
     assert second.cache.length == 16 and second.waiting == 16
     second.append_hidden(hidden[32:])
     text.context.states["drafter"] = second

@@ -184,7 +184,7 @@ def test_muse_glimmers_assistant_is_transformers(tmp_path):
     whole = language_parts.made("muse_glimmer")
     whole.save_pretrained(tmp_path)
     checkpoint = Checkpoint(tmp_path, torch.float32)
-    target = NativeModel(checkpoint, checkpoint.stack)
+    target = NativeModel(checkpoint, checkpoint.stack, library.kernels())
     sizes = {name: value for name, value in SIZES.items() if not name.endswith("_id")}
     sizes |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     own = dict(target_layer_ids=[0, 1], block_size=4, mask_token_id=MASK, sliding_window=4)

@@ -65,7 +65,7 @@ def by_package(rows):
 
 def run(isa, packed, outputs, x, **more):
     program = Program(load(isa))
-    source, target = program.given("x", x.shape[1]), program.given("y", outputs, True)
+    source, target = program.external("x", x.shape[1]), program.external("y", outputs, True)
     program.linear(packed, source, target, **more)  # type: ignore[arg-type]
     y = torch.zeros(len(x), outputs)
     program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
@@ -98,7 +98,7 @@ def test_blocks_stand_for_the_packages_numbers(isa, name):
     assert packed.data.nbytes <= 1.04 * 48 / 37 * rows.data.nbytes
     assert torch.equal(packed.dense(), wanted) and not packed.dense().eq(0).all()
     program = Program(kernels)
-    program.embed(rows, program.given("x", 768, True), scale=2.0)
+    program.embed(rows, program.external("x", 768, True), scale=2.0)
     x, tokens = torch.zeros(5, 768), [36, 0, 7, 7, 12]
     listed, zeros = RowList(), [0] * len(tokens)
     listed.add(0, tokens, zeros, zeros, zeros, [()] * len(tokens), ())
@@ -157,7 +157,7 @@ def test_weights_of_several_formats_are_one_product(isa):
     parts = [blocks("q5_0", 40, 512), blocks("q6_k", 24, 512), blocks("q8_0", 24, 512)]
     bias = torch.randn(88, generator=torch.Generator().manual_seed(2))
     pack = Packer(kernels, BFLOAT16)
-    packed = pack.pack(parts, bias, place=torch.zeros(pack.size(parts), dtype=torch.uint8))
+    packed = pack.pack(parts, bias, memory=torch.zeros(pack.size(parts), dtype=torch.uint8))
     alone = [run(isa, pack.pack([part]), len(part), x) for part in parts]
     assert torch.equal(run(isa, packed, 88, x), torch.cat(alone, 1) + bias)
     dense = numbers(88, 512).mul(0.05)
@@ -174,7 +174,7 @@ def test_gated_weights_of_one_and_of_two_formats(isa, names):
     weights = [blocks(name, 40, 512, seed) for seed, name in enumerate(names)]
     packed = Packer(kernels, BFLOAT16).pack(weights, gated=True)
     program = Program(kernels)
-    source, target = program.given("x", 512), program.given("y", 40, True)
+    source, target = program.external("x", 512), program.external("y", 40, True)
     program.linear(packed, source, target, library.GATED, activation="gelu_tanh", scaling=0.5)
     y = torch.zeros(5, 40)
     program.run(plain_rows(5), {"x": x, "y": y})
@@ -206,12 +206,12 @@ def test_inputs_in_another_order(isa, name):
     back[:, order.long()] = by_package(rows)
     assert torch.equal(packed.dense(), back) and torch.equal(dense_rows(kernels, ordered), back)
     pack = Packer(kernels, BFLOAT16)
-    assert pack.together([ordered, ordered]) and not pack.together([ordered, rows])
+    assert pack.have_one_layout([ordered, ordered]) and not pack.have_one_layout([ordered, rows])
     both = pack.pack([ordered, rows])
     apart = torch.cat([run(isa, packed, 48, x), run(isa, plain, 48, x)], 1)
     assert torch.equal(run(isa, both, 96, x), apart)
     program = Program(kernels)
-    program.chosen(packed, program.given("x", 256), program.given("y", 16, True))
+    program.selected_blocks(packed, program.external("x", 256), program.external("y", 16, True))
     program.set(len(program.ops) - 1, target_stride=16)
     y = torch.zeros(5, 16)
     program.run(plain_rows(5), {"x": x, "y": y}, blocks=np.array([1]))

@@ -34,7 +34,7 @@ from quickbeam.models.families import FAMILIES, describe, stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import dense_rows
-from quickbeam.models.rotary import Angles, frequencies, hold
+from quickbeam.models.rotary import Angles, frequencies, limit_context
 from quickbeam.models.text.tokenizer import Tokenizer, load_tokenizer
 from quickbeam.models.weights.checkpoint import Checkpoint, read_config
 from quickbeam.models.weights.parameters import names
@@ -137,7 +137,7 @@ def test_edited_configurations_are_read_as_transformers_reads_them(
     how: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}
     right = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **how)
     checkpoint = Checkpoint(tmp_path, torch.float32)
-    ours = logits_of(NativeModel(checkpoint, checkpoint.stack), IDS.tolist())
+    ours = logits_of(NativeModel(checkpoint, checkpoint.stack, library.kernels()), IDS.tolist())
     theirs = right(IDS[None]).logits[0]
     assert (ours - theirs).abs().max() < 5e-4 * theirs.abs().max()
 
@@ -217,10 +217,13 @@ def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(isa, tmp_path, nati
     exact, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16))
     for name in right:
         assert torch.equal(dense_rows(kernels, blocks(name)), exact(name).transpose(1, 2)), name
-    right, near = (logits_of(NativeModel(one, one.stack), IDS.tolist()) for one in (exact, blocks))
+    right, near = (
+        logits_of(NativeModel(one, one.stack, library.kernels()), IDS.tolist())
+        for one in (exact, blocks)
+    )
     # rows have 8 bits before they meet the blocks, and some choose other experts by that
     assert (near - right).abs().median() < 0.1 * right.abs().median()
-    model = NativeModel(blocks, blocks.stack)
+    model = NativeModel(blocks, blocks.stack, library.kernels())
     params = SamplingParams(max_tokens=9, temperature=0.8, seed=5)
     plain = conversation(model, params, IDS.tolist(), [[]])
     drafts_change_nothing(model, policies(torch.bfloat16), params, plain)
@@ -235,7 +238,7 @@ def test_configurations_as_published_are_described(name, tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     config = read_config(tmp_path)
-    hold(config)
+    limit_context(config)
     assert len(stack_of(config, torch.bfloat16).layers) == config.num_hidden_layers
     config.__dict__["odd_scaling"] = 2.0
     refuses("odd_scaling", stack_of, config, torch.bfloat16, error=NotDescribed)
@@ -260,7 +263,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
 
 def logits_in(folder):
     checkpoint = Checkpoint(folder, None)
-    return logits_of(NativeModel(checkpoint, checkpoint.stack), IDS.tolist())
+    return logits_of(NativeModel(checkpoint, checkpoint.stack, library.kernels()), IDS.tolist())
 
 
 def language_part(name):
@@ -499,7 +502,7 @@ def test_angles_are_those_of_transformers(rope):
     sizes = dict(hidden_size=128, num_attention_heads=4, max_position_embeddings=8192)
     config = LlamaConfig(**sizes, rope_parameters=more | rope)
     theirs = LlamaRotaryEmbedding(config)
-    hold(config)
+    limit_context(config)
     speeds, factor = frequencies(config.rope_parameters, 32)
     assert torch.equal(speeds, theirs.inv_freq) and factor == theirs.attention_scaling
     positions = torch.arange(300)

@@ -16,7 +16,7 @@ from models import tiny
 from quickbeam.engine.budget import ASKED, FREE, PLAIN, Budget, convex_slopes
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.measuring import measure
-from quickbeam.models.cache.kv import NoRoom
+from quickbeam.models.cache.kv import OutOfPages
 from quickbeam.models.opening import make_model
 
 
@@ -48,7 +48,7 @@ def test_passes_are_measured_within_the_memory(monkeypatch):
     assert all(measured.of_pass(n) > 0 and measured.of_context(n, 50) >= 0 for n in (1, 5, 16, 40))
     model = make_model(tiny("qwen3", torch.float32, seed=5))
     pool, limits = model.pool, set[int | None]()
-    pool.limit, pool.spare = 2, lambda: pytest.fail("nothing is to be given up")
+    pool.limit, pool.evict = 2, lambda: pytest.fail("nothing is to be given up")
     held = pool.new()
     held.reserve(2 * pool.page)
 
@@ -62,8 +62,8 @@ def test_passes_are_measured_within_the_memory(monkeypatch):
         with pytest.raises(RuntimeError) if broken else contextlib.nullcontext():
             measure(model, 8)
         assert (limits, pool.limit, pool.used) == ({2}, 2, 2)
-        pool.spare = lambda: False
-        with pytest.raises(NoRoom):
+        pool.evict = lambda: False
+        with pytest.raises(OutOfPages):
             pool.new().reserve(1)
     held.release()
 

@@ -226,10 +226,13 @@ def test_what_was_taken_over_is_what_would_be_computed(kind, way, take):
     first = pair.begin(ids[:-1], ids[-1])
     pair.drafter.read([first.state])
     assert first.shared(size) == 2
-    kept = [(first.target.store.share(i, size), first.state.share(i, size)) for i in range(2)]
+    kept = [
+        (first.target.store.chunk_pages(i, size), first.state.chunk_pages(i, size))
+        for i in range(2)
+    ]
     for chunk in kept:
         for pool, part in zip(pools, chunk, strict=True):
-            pool.keep(part)
+            pool.pin(part)
     others = []
     for chunks, rest in ((1, 30), (2, 3), (2, 2)):
         text = [*ids[: chunks * size], *words(rng, rest)]

@@ -65,7 +65,7 @@ def test_nothing_is_read_twice(monkeypatch):
     assert [sum(rows) for rows in passes] == [5, 5, 2, 2]
     text.go_on(tree, [0, b], 7)
     # the draft's row is not the target's
-    assert text.state.share(0, 12) is not None and text.state.share(0, 14) is None
+    assert text.state.chunk_pages(0, 12) is not None and text.state.chunk_pages(0, 14) is None
     text.follow([*prompt, 50, 2, 7, 7, 8], 1, 12).check(TokenTree(8), [0])
     assert passes[4:] == [[5]]  # row 11 anew, then those of 50, 2, 7, 7
     text.follow([*prompt[:6], 3, 3, 4], 1, 6).check(TokenTree(4), [0])

@@ -37,7 +37,7 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(monkeypa
     target, drafter, engine = pair.target, pair.drafter, Engine(pair.target)
     monkeypatch.setattr(feature, "CHUNK", 6)
     fresh = drafted(pair, params, prompt, engine)
-    places = [(EagleState, "adopt", 1), *((drafter.passes, "run", when) for when in range(1, 9))]
+    places = [(EagleState, "attach", 1), *((drafter.passes, "run", when) for when in range(1, 9))]
     for (owner, name, when), late, shared in itertools.product(places, (0, 1), (0, 1)):
         if name == "run":
             engine.forget()
@@ -83,10 +83,10 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(ahead, monkey
         with monkeypatch.context() as patch:
             patch.setattr(EagleState, "unread_hidden", lambda *_: None)
             assert second(Engine(target)).statistics.cached_tokens == 0
-        adopt = EagleState.adopt
+        adopt = EagleState.attach
         with monkeypatch.context() as patch, pytest.raises(ValueError, match="hidden states of"):
             less = lambda self, chunks, n, hidden=(): adopt(self, chunks, n, hidden[:-1])  # noqa: E731
-            patch.setattr(EagleState, "adopt", less)
+            patch.setattr(EagleState, "attach", less)
             second(Engine(target))
 
 

@@ -39,7 +39,10 @@ BLOCKS = {"llama": MIXED, "qwen3moe": EXPERTS, "qwen35moe": {"inp": None, "exps"
 
 
 def logits(parameters) -> torch.Tensor:
-    target, ends = Target(NativeModel(parameters, parameters.stack)), range(1, len(IDS) + 1)
+    target, ends = (
+        Target(NativeModel(parameters, parameters.stack, library.kernels())),
+        range(1, len(IDS) + 1),
+    )
     return torch.stack([target.prefill(IDS[:end], keep=end - 1) for end in ends])
 
 
@@ -227,7 +230,7 @@ def test_blocks_read_from_disk_have_the_bits_of_memory(architecture, kinds, tmp_
     checkpoint = GgufCheckpoint(file, None, KERNELS)
     every = limits(checkpoint)
     disk = on_disk(checkpoint, every[len(every) // 2])
-    alike(Target(NativeModel(checkpoint, checkpoint.stack)), disk)
+    alike(Target(NativeModel(checkpoint, checkpoint.stack, library.kernels())), disk)
     assert disk.model.streamed.record()["streamed_bytes"] > 0
     disk.model.close()
     params = SamplingParams(max_tokens=9, ignore_eos=True)

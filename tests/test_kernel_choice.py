@@ -43,7 +43,7 @@ def test_libraries_are_kept_under_the_digest_of_their_sources(monkeypatch, tmp_p
 )
 def test_a_value_that_is_not_known_is_bad_input(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    known = choice.WAYS if name == "QUICKBEAM_KERNELS" else build.SETS
+    known = choice.MODES if name == "QUICKBEAM_KERNELS" else build.SETS
     refuses(rf"{name}='{value}': must be one of {', '.join(known)}", choice.requested)
     plain = ["generate", "hi", "--device", "cpu", "--dtype"]
     for command in (["--version"], [*plain, "bfloat16"], [*plain, "float32"]):
@@ -120,7 +120,7 @@ def test_building_says_what_is_where(tmp_path):
 @needs_kernels
 def test_a_load_without_a_compiler_says_what_follows(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "/nonexistent")
-    monkeypatch.setattr(library, "_chosen", {})
+    monkeypatch.setattr(library, "_selected", {})
     monkeypatch.setattr(library, "_loaded", {})
     assert library.kernels() is None and library.kernels() is None
     (warning,) = caplog.messages  # at the level that is shown where no logging is set up

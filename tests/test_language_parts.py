@@ -22,7 +22,7 @@ from quickbeam.models.native import library
 from quickbeam.models.text.chat_template import for_template
 from quickbeam.models.text.tokenizer import load_tokenizer
 from quickbeam.models.weights.checkpoint import Checkpoint
-from quickbeam.models.weights.stored import COMPOSITES
+from quickbeam.models.weights.sources import COMPOSITES
 from quickbeam.params import SamplingParams
 from target import logits_of as model_logits
 from test_families import IDS, off
@@ -59,7 +59,7 @@ def made(kind):
 
 def logits_of(folder):
     checkpoint = Checkpoint(folder, torch.float32)
-    return model_logits(NativeModel(checkpoint, checkpoint.stack), IDS.tolist())
+    return model_logits(NativeModel(checkpoint, checkpoint.stack, library.kernels()), IDS.tolist())
 
 
 # `make test` leaves out those whose text and names are as another's

@@ -257,25 +257,25 @@ def test_a_text_whose_beginning_is_left_out_is_drafted_as_its_end_alone(name):
     drafter, rng = LMDrafter(make_model(tiny(name, torch.bfloat16)), VOCAB), random.Random(3)
     ids = [rng.randrange(VOCAB) for _ in range(150)]
     whole = begin(drafter, ids)
-    expected, chunk = distributions_of(drafter, whole), state_of(whole).share(0, 64)
+    expected, chunk = distributions_of(drafter, whole), state_of(whole).chunk_pages(0, 64)
     short = distributions_of(drafter, begin(drafter, ids[-41:]))
     for adopts, reads in ((False, 0), (False, 60), (True, 0)):
         context = begin(drafter, ids)
         state = state_of(context)
         if adopts:
-            state.adopt([chunk], 64, ())
+            state.attach([chunk], 64, ())
         if reads:
             drafter.read([state], end=reads)
         state.skip(40)
         assert state.waiting == 40
         drafter.read([state], end=len(ids))
         assert torch.equal(distributions_of(drafter, context), short)
-        assert state.share(0, 16) is None
+        assert state.chunk_pages(0, 16) is None
         state.skip(40)  # nothing is unread
         context.extend([5, 6])
         longer = distributions_of(drafter, begin(drafter, [*ids[-41:], 5, 6]))
         assert torch.equal(distributions_of(drafter, context), longer)
         state.release()
     again = begin(drafter, ids)
-    state_of(again).adopt([chunk], 64, ())
+    state_of(again).attach([chunk], 64, ())
     assert torch.equal(distributions_of(drafter, again), expected)

@@ -249,7 +249,7 @@ def test_a_prompt_that_is_known_to_its_end_is_answered(world, way):
         assert one.statistics.cached_tokens == known
     # what it is going to share can't be dropped to make room for it
     prefixes, chunks = engine.prefixes, engine.prefixes.find([*prompt, 5])
-    assert len(chunks) == 2 and prefixes.idle_pages(chunks) == 0 < prefixes.idle_pages()
+    assert len(chunks) == 2 and prefixes.evictable_pages(chunks) == 0 < prefixes.evictable_pages()
     engine.close()
 
 

@@ -135,7 +135,7 @@ def test_hidden_states_are_the_same(folder, layout):
     memory, disk = in_memory(layout), from_disk(folder, layout, limit=2)
     for target in (memory, disk):
         target.verify(bush(3))  # a program without them first
-        target.model.watch([1, 3, 4])
+        target.model.set_aux_layers([1, 3, 4])
         target.prefill(ids(40))
     assert torch.equal(memory.take_hidden(), disk.take_hidden())
     x = torch.randn(3, 128).bfloat16()

@@ -155,7 +155,7 @@ def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(isa, name, nativ
 
     for chunk in (512, 64, 37, 5):
         target = Target(tiny(name, torch.bfloat16), chunk=chunk)
-        target.model.watch([1, 3])
+        target.model.set_aux_layers([1, 3])
         logits = target.prefill(ids)
         results.append([logits, target.take_hidden(), *kept(target.store)])
         for keep in (64, 101, 149):

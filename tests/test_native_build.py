@@ -40,7 +40,7 @@ def fresh(monkeypatch):
 
 
 def forget():
-    library._chosen.clear()
+    library._selected.clear()
     library._loaded.clear()
 
 
@@ -79,7 +79,9 @@ def test_a_folder_that_cannot_be_written_is_named_first(monkeypatch, tmp_path, f
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / ("below" if full else "file")))
     if full:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=build.ROOM - 1))
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda _: SimpleNamespace(free=build.FREE_BYTES - 1)
+        )
     words = f"kernels can't be written{': No space left' if full else ''}"
     refuses(words, build.build, "plain", error=build.CannotBuild)
 
@@ -166,7 +168,8 @@ from kernels import number, plain_rows
 from quickbeam.models.native.quantised import Packed
 from quickbeam.models.native.program import Program
 program = Program(kernels)
-program.linear(Packed(kernels, [number(40, 32)]), program.given("x", 32), program.given("y", 40))
+source, target = program.external("x", 32), program.external("y", 40)
+program.linear(Packed(kernels, [number(40, 32)]), source, target)
 program.run(plain_rows(2), {"x": number(2, 32), "y": torch.empty(79, dtype=torch.bfloat16)})
 """
 

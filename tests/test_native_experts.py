@@ -17,7 +17,7 @@ from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import FLOAT32, Packer
 from quickbeam.models.opening import make_model
 from quickbeam.models.rotary import AngleTable
-from quickbeam.models.stack import Experts, FeedForward, Linear, Norm, Routing, Stack, Tensor
+from quickbeam.models.stack import Experts, FeedForward, Linear, Norm, ParameterRows, Routing, Stack
 from quickbeam.models.torch.feed_forward import Router
 from quickbeam.models.torch.parts import Reader
 from quickbeam.models.weights.parameters import rows_of
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("threads")
 MODELS = ("qwen2_moe", "deepseek_v3", "gemma4-experts")  # shared, latent, beside
 INPUTS, INNER, COUNT, ROWS = 64, 24, 12, 40
 FORMATS = ("float32", "bfloat16", "int8", "int4")
-RULE = Routing(Linear((Tensor("router"),)), 3, renormalised=True)
+RULE = Routing(Linear((ParameterRows("router"),)), 3, renormalised=True)
 
 
 def parameters():
@@ -56,16 +56,16 @@ def router(routing):
 
 def one(i, activation):
     names = ("gate_up", "gate_up_bias")
-    up, bias = (tuple(Tensor(name, k, 2, expert=i) for k in (0, 1)) for name in names)
-    down = Linear((Tensor("down", expert=i),), (Tensor("down_bias", expert=i),))
+    up, bias = (tuple(ParameterRows(name, k, 2, expert=i) for k in (0, 1)) for name in names)
+    down = Linear((ParameterRows("down", expert=i),), (ParameterRows("down_bias", expert=i),))
     return FeedForward(Linear(up, bias), down, activation, True, limit=1.5, slope=1.7)
 
 
 def experts(activation="silu"):
     chosen = tuple(one(i, activation) for i in range(COUNT))
-    up = Linear((Tensor("shared_gate"), Tensor("shared_up")))
-    beside = FeedForward(up, Linear((Tensor("shared_down"),)), activation, True, 1.5, 1.7)
-    return Experts(RULE, chosen, beside, Linear((Tensor("scale"),)))
+    up = Linear((ParameterRows("shared_gate"), ParameterRows("shared_up")))
+    beside = FeedForward(up, Linear((ParameterRows("shared_down"),)), activation, True, 1.5, 1.7)
+    return Experts(RULE, chosen, beside, Linear((ParameterRows("scale"),)))
 
 
 def by_kernels(isa, of, name):
@@ -80,7 +80,7 @@ def by_kernels(isa, of, name):
         return pack.pack(weights, torch.cat(bias) if bias else None, len(weights) == 2)
 
     program, dtype = Program(kernels), torch.float32 if wide else torch.bfloat16
-    source, target = program.given("x", INPUTS, wide), program.given("y", INPUTS, True)
+    source, target = program.external("x", INPUTS, wide), program.external("y", INPUTS, True)
     stack = Stack("", "", (), Norm((), 0.0), scoring(of))
     read = SmallParameters(numbers.__getitem__, kernels, wide)
     pages, angles = PagePool([], kernels, None, dtype), AngleTable(None, stack)
@@ -157,7 +157,7 @@ def test_experts_read_are_counted_and_a_row_that_is_not_finite_spoils_no_other(i
     for rows in (1, 3, ROWS):
         run(x[:rows])
         _, expert = router(of.routing)(x[:rows])
-        ((struct, _),) = run.compiler.experts
+        (struct,) = run.compiler.experts
         assert struct.read == len(expert.unique())
     x = number(8, INPUTS)
     run = by_kernels(isa, experts(), "bfloat16")

@@ -96,9 +96,9 @@ def test_a_product_and_what_comes_after_it(
     source, target = Framed(x, of, 3, NAN), Framed(before, column, 5, 9.0)
     best = torch.full((n + 1,), 77)
     program = Program(kernels)
-    place = program.given("best", 1)
-    named = program.given("x", source.stride), program.given("y", target.stride, float32)
-    places = dict(of=of, column=column, gathered=gathered)
+    place = program.external("best", 1)
+    named = program.external("x", source.stride), program.external("y", target.stride, float32)
+    places = dict(source_column=of, column=column, gathered=gathered)
     places["best"] = place if epilogue == "best" else None
     program.linear(Packed(kernels, weights, bias, gated=gated), *named, what, **places)
     # where rows were gathered, others there are count for nothing
@@ -212,7 +212,7 @@ def test_threads_that_take_from_one_another_do_each_piece_once(isa, count, threa
         Packed(kernels, [torch.ones(4000, 32, dtype=torch.bfloat16)]),
         Program(kernels),
     )
-    named = program.given("x", 32), program.given("y", 4000, True)
+    named = program.external("x", 32), program.external("y", 4000, True)
     for _ in range(50):
         program.linear(packed, *named, library.ADD)
     threads(count)
@@ -243,9 +243,9 @@ def test_a_norm(isa, n, width, weighted, floats, gather, of, column, seed):
     source = Framed(x, of, 2, NAN)
     target = Framed(torch.zeros(len(wanted), width, dtype=of_output), column, 2, 9.0)
     program = Program(kernels)
-    given_x = program.given("x", source.stride, floats[0])
-    given_y = program.given("y", target.stride, floats[1])
-    places = dict(width=width, of=of, column=column, gather=gather)
+    given_x = program.external("x", source.stride, floats[0])
+    given_y = program.external("y", target.stride, floats[1])
+    places = dict(width=width, source_column=of, column=column, gather=gather)
     program.norm(given_x, given_y, weight, 1e-5, **places)
     program.run(
         plain_rows(n, tuple(wanted) if gather else ()), {"x": source.whole, "y": target.whole}
@@ -259,7 +259,7 @@ def test_what_is_not_finite_stays_in_a_norms_row_and_shows_in_attention(isa):
     kernels, x, y = load(isa), number(4, 33, like=torch.float32), torch.empty(4, 33)
     x[1, 32], x[2, 3] = NAN, INF
     program = Program(kernels)
-    program.norm(program.given("x", 33, True), program.given("y", 33, True), None, 1e-5)
+    program.norm(program.external("x", 33, True), program.external("y", 33, True), None, 1e-5)
     program.run(plain_rows(4), {"x": x, "y": y})
     assert bool(y[[0, 3]].isfinite().all()) and bool(y[1].isnan().all()) and bool(y[2, 3].isnan())
     keys, values, query = number(1, 70, 16), number(1, 70, 16, seed=1), number(1, 2, 16, seed=2)
@@ -301,7 +301,7 @@ def test_heads_are_normed_turned_and_kept(isa, n, heads, dim, normed, of, start,
     source, layer = Framed(x, of, 2, NAN), rng.randrange(2)
     query = torch.empty(n * all_heads * dim, dtype=torch.bfloat16)
     program = Program(kernels)
-    named = program.given("x", 0, True), program.given("query", 0)
+    named = program.external("x", 0, True), program.external("query", 0)
     program.heads(*named, all_heads, shape, stores[0].pool.offsets[layer], norms, 1e-5)
     program.set(0, source_stride=source.stride, source_offset=of)
     spans = [(first, stores[0].table), (n - first, stores[1].table)]
@@ -490,7 +490,7 @@ def test_activations(isa, activation, gated):
 def test_layer_norms(isa, add):
     program, x, y = Program(load(isa)), number(7, 45, like=torch.float32) + 3, torch.ones(7, 45)
     weight, bias = number(45, like=torch.float32, seed=1), number(45, like=torch.float32, seed=2)
-    named = program.given("x", 45, True), program.given("y", 45, True)
+    named = program.external("x", 45, True), program.external("y", 45, True)
     program.norm(*named, weight, 1e-5, bias=bias, centred=True, add=add)
     program.run(plain_rows(7), {"x": x, "y": y})
     right = torch.nn.functional.layer_norm(x.double(), (45,), weight.double(), bias.double(), 1e-5)
@@ -512,10 +512,8 @@ def test_rows_of_a_block_are_convolved_with_those_before_them(isa, taps, group, 
             by = (base[behind] + coefficients[row, behind]).double()
             right[row] += by * x[row - behind].double()
     program = Program(kernels)
-    given = [program.given(*one) for one in (("x", width, add), ("y", width, add))]
-    key = program.given("shared", own, True)
-    how = dict(key=key, key_stride=own, key_head=own // 2, weight=base, inputs=width, heads=taps)
-    how |= dict(kv_heads=group, outputs=size, epilogue=library.ADD if add else library.STORE)
-    program.add(library.CONVOLVE, *given, **how)
+    given = [program.external(*one) for one in (("x", width, add), ("y", width, add))]
+    key = program.external("shared", own, True)
+    program.convolve(*given, base, key, own // 2, group=group, block=size, add=add)
     program.run(plain_rows(blocks * size), {"x": x, "y": found, "shared": shared})
     within(found, right, 20 * SINGLE * right.abs() + 1e-5)

@@ -7,7 +7,7 @@ import torch
 from cases import refuses
 from models import tiny
 from quickbeam.llm import LLM
-from quickbeam.models import opening
+from quickbeam.models.compile import native_model
 from quickbeam.models.families import describe
 from quickbeam.models.opening import make_model
 from quickbeam.models.torch import pinned as of_pinned
@@ -154,7 +154,7 @@ def test_an_llm_gives_the_answers_of_the_whole_model(method, tmp_path, toy_folde
     plain = LLM(big, dtype="float32", method="ar").generate([[3, 4, 5, 3, 4], [7, 8]], params)
     limit = limits_of(tiny("qwen2", wide=True, layers=DEEP))[1]
 
-    monkeypatch.setattr(opening, "no_kernels_for", lambda *_: "as on a GPU")
+    monkeypatch.setattr(native_model, "no_kernels_for", lambda *_: "as on a GPU")
     drafter = big if method == "dyspec" else None
     llm = LLM(big, dtype="float32", method=method, drafter=drafter, memory=limit, budget=0)
     assert isinstance(llm.model.streamed, PinnedLayers) and "from host memory" in llm.describe()

@@ -30,7 +30,7 @@ from quickbeam.models.native.quantised import BlockRows, dense_rows
 from quickbeam.models.weights.checkpoint import Checkpoint
 from quickbeam.models.weights.prequantised import QuantisedTensor, QuantMethod
 from quickbeam.models.weights.shapes import refuse_shared_experts
-from quickbeam.models.weights.stored import dense, located
+from quickbeam.models.weights.sources import dense, source_of
 from quickbeam.models.weights.tensor_files import TensorFiles
 from quickbeam.params import SamplingParams
 from streaming import alike, limits, on_disk
@@ -233,7 +233,9 @@ def loaded(model, tensors):
 
 
 def logits(checkpoint, model=None):
-    return logits_of(model or NativeModel(checkpoint, checkpoint.stack), IDS.tolist())
+    return logits_of(
+        model or NativeModel(checkpoint, checkpoint.stack, library.kernels()), IDS.tolist()
+    )
 
 
 @torch.no_grad()
@@ -316,7 +318,7 @@ def test_float8_with_as_many_blocks_as_outputs_and_beside_experts(inputs, width,
     weight = quantised(128, inputs, CASES["fp8"], torch.Generator().manual_seed(1))
     save_file({f"m.{part}": of for part, of in by_blocks(weight).items()}, tmp_path / SINGLE)
     files = TensorFiles(tmp_path)
-    stored = located(
+    stored = source_of(
         "m.weight", {name: name for name in files.names}, files, QuantMethod("fp8"), width
     )
     assert isinstance(stored, QuantisedTensor)
@@ -330,7 +332,7 @@ def test_float8_with_as_many_blocks_as_outputs_and_beside_experts(inputs, width,
 def test_drafts_change_no_answer(name, temperature, tmp_path):
     write(tmp_path, name)
     checkpoint = Checkpoint(tmp_path, None)
-    model = NativeModel(checkpoint, checkpoint.stack)
+    model = NativeModel(checkpoint, checkpoint.stack, library.kernels())
     assert CASES[name].format in model.describe()
     params = SamplingParams(max_tokens=9, temperature=temperature, seed=5, ignore_eos=True)
     plain = conversation(model, params, IDS.tolist(), [[]])
@@ -396,7 +398,7 @@ def test_what_is_read_from_disk_has_the_bits_of_memory(name, moe, tmp_path, monk
     checkpoint = Checkpoint(tmp_path, None)
     every = limits(checkpoint)
     disk = on_disk(checkpoint, every[len(every) // 2])
-    alike(Target(NativeModel(checkpoint, checkpoint.stack)), disk, (1, 17))
+    alike(Target(NativeModel(checkpoint, checkpoint.stack, library.kernels())), disk, (1, 17))
     assert disk.model.streamed is not None and disk.model.streamed.record()["streamed_bytes"] > 0
     disk.model.close()
 
@@ -405,7 +407,7 @@ def test_what_is_read_from_disk_has_the_bits_of_memory(name, moe, tmp_path, monk
 def test_only_what_is_not_quantised_is(weights, tmp_path):
     write(tmp_path, "awq")
     checkpoint = Checkpoint(tmp_path, None)
-    model = NativeModel(checkpoint, checkpoint.stack, weights=weights)
+    model = NativeModel(checkpoint, checkpoint.stack, library.kernels(), weights=weights)
     assert "w4g128" in model.describe() and weights in model.describe()
     assert model.head.packed.name == "int8"
     assert 0 < error(logits(checkpoint, model), logits(checkpoint)) < 0.03

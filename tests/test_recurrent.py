@@ -234,7 +234,7 @@ def test_snapshots_are_counted_bounded_and_freed(kind, monkeypatch):
         answer(model, NoDraft(), params, IDS[begin : begin + 3 * PAGE + 5], engine=engine)
     prefixes, pool = engine.prefixes, model.pool
     assert pool.used == 4 * 3 + 3 * pool.state_pages  # three snapshots
-    assert prefixes.idle_pages() == pool.used
+    assert prefixes.evictable_pages() == pool.used
     again = answer(model, NoDraft(), params, IDS[3 : 3 + 3 * PAGE + 5], engine=engine)
     assert again.statistics.cached_tokens == 3 * PAGE
     prefixes.clear()

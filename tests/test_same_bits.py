@@ -168,7 +168,7 @@ def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name, dtype):
     model, other = fresh(name, dtype), fresh(name, dtype)
     assert model.exact and 16 in model._padding.rows and 16 in model._padding.wanted
     for each in (model, other):
-        each.watch([1, 2])
+        each.set_aux_layers([1, 2])
     assert wrong_rows(model, other) == 0
 
 

@@ -43,7 +43,7 @@ def test_trees_in_one_pass_or_two_are_separate_paths(name):
     count = reference.config.num_hidden_layers
     watched = (count + 1, *range(1, count + 1))
     target, generator = Target(copy.deepcopy(reference), chunk=4), torch.Generator().manual_seed(1)
-    target.model.watch(watched)
+    target.model.set_aux_layers(watched)
     target.prefill([*PREFIX[:6], 3, 4])
     right = reference(input_ids=torch.tensor([PREFIX])).logits[0, -1]
     close(target.prefill(PREFIX, keep=6), right)
@@ -69,12 +69,14 @@ def test_watching_anew_ends_the_watch_before(native):
     target = Target(make_model(copy.deepcopy(model), native=native))
     target.prefill(PREFIX)
     assert len(target.take_hidden()) == 0
-    target.model.watch((1, 2))
-    target.model.watch((2,))
+    target.model.set_aux_layers((1, 2))
+    target.model.set_aux_layers((2,))
     target.prefill(PREFIX)
     close(target.take_hidden(), states(model, PREFIX, (2,)))
     for layers in ((), (0,), (1, 5), (-1,)):
-        refuses(r"the model has 1 to 3, and 4 for the final norm", target.model.watch, layers)
+        refuses(
+            r"the model has 1 to 3, and 4 for the final norm", target.model.set_aux_layers, layers
+        )
 
 
 def test_layers_that_share_keys_and_values_read_those_of_all_rows():

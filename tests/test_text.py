@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cases import examples
-from quickbeam import token_texts
 from quickbeam.engine.output import Detokenizer, Output
+from quickbeam.grammar import token_texts
 from quickbeam.params import SamplingParams
 
 SENTENCES = [

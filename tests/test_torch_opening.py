@@ -57,7 +57,7 @@ def test_a_gguf_file_needs_no_kernels(architecture, tmp_path, native):
     model = model_of(architecture)
     file = write(tmp_path / "tiny.gguf", architecture, model)
     loaded = open_model(str(file), torch.float32, CPU)
-    assert isinstance(loaded.model, TorchModel) and loaded.ends == {0, 2}
+    assert isinstance(loaded.model, TorchModel) and loaded.eos_ids == {0, 2}
     assert off(logits_of(loaded.model, IDS), model(torch.tensor([IDS])).logits[0]) < 2e-4
 
 

@@ -25,7 +25,7 @@ from quickbeam.models.memory import HUGE
 from quickbeam.models.native import build, library
 from quickbeam.models.native.quantised import Packed
 from quickbeam.models.weights.file_reader import Extent, File, Ring
-from quickbeam.models.weights.packed_file import ALIGNED, WeightFile
+from quickbeam.models.weights.packed_file import ALIGNED, PackedFile
 from quickbeam.models.weights.packing import PackedWeights
 from quickbeam.models.weights.parameters import ModelParameters
 
@@ -37,7 +37,7 @@ def pieces():
 
 
 def made(path, progress=lambda stage, done: None):
-    file = WeightFile(path, progress)
+    file = PackedFile(path, progress)
     file.write(len(DATA), pieces, "packing")
     return file
 
@@ -56,12 +56,12 @@ def test_large_files_are_mapped_where_that_is_as_fast(tmp_path, monkeypatch, sha
     data = torch.arange(3 * HUGE, dtype=torch.int32).view(torch.uint8)
     inside = int(share * len(data))
     monkeypatch.setattr("quickbeam.models.memory.in_huge_pages", lambda begin: inside)
-    file = WeightFile(tmp_path / "w-a-b.safetensors")
+    file = PackedFile(tmp_path / "w-a-b.safetensors")
     file.write(len(data), lambda: [data], "packing")
     read = file.read(len(data))
     assert read is not None and torch.equal(read, data)
-    assert file.mapped == (huge or not hasattr(mmap, "MADV_HUGEPAGE"))
-    other = WeightFile(tmp_path / "w-a-c.safetensors")
+    assert file.is_mapped == (huge or not hasattr(mmap, "MADV_HUGEPAGE"))
+    other = PackedFile(tmp_path / "w-a-c.safetensors")
     other.write(len(data), lambda: [data.flip(0)], "packing")
     assert torch.equal(read, data) and [*tmp_path.glob("*.safetensors")] == [other.path]
 
@@ -99,7 +99,7 @@ def test_what_is_broken_off_leaves_nothing(tmp_path, error):
         raise error
 
     with pytest.raises(QuickbeamError if isinstance(error, OSError) else KeyboardInterrupt):
-        WeightFile(path).write(len(DATA), broken, "packing")
+        PackedFile(path).write(len(DATA), broken, "packing")
     assert [file.name for file in tmp_path.iterdir()] == [".w.safetensors.lock"]
     (tmp_path / ".w.safetensors.1.tmp").write_bytes(b"of a process that was killed")
     made(path)
@@ -127,11 +127,11 @@ def test_another_way_of_packing_has_another_file(tmp_path, monkeypatch):
     packing = [Path(inspect.getfile(Packed)).name]
     packing += [one.name for one in sources.glob("*.h") if "static void pack(" in one.read_text()]
     assert len(packing) == 2
-    names = {WeightFile.of(str(tmp_path), None, "int8", None).path}
+    names = {PackedFile.for_checkpoint(str(tmp_path), None, "int8", None).path}
     for name in packing:
         with (sources / name).open("a") as file:
             file.write("\n")
-        names.add(WeightFile.of(str(tmp_path), None, "int8", None).path)
+        names.add(PackedFile.for_checkpoint(str(tmp_path), None, "int8", None).path)
     assert len(names) == 3
 
 

@@ -19,7 +19,7 @@ from quickbeam.models.families import describe
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8
 from quickbeam.models.opening import make_model
-from quickbeam.models.weights.packed_file import WeightFile
+from quickbeam.models.weights.packed_file import PackedFile
 from quickbeam.models.weights.packing import PackedWeights
 from quickbeam.models.weights.parameters import ModelParameters
 from quickbeam.params import SamplingParams
@@ -120,10 +120,13 @@ def test_a_full_disk_is_a_warning(toy_folder, cache, monkeypatch, caplog):
 
 
 def test_weights_of_an_unknown_place_are_not_kept():
-    file = WeightFile.of("somebody/model", None, INT8, None)
+    file = PackedFile.for_checkpoint("somebody/model", None, INT8, None)
     file.write(3, lambda: [torch.zeros(3, dtype=torch.uint8)], "")
     assert file.path is None and file.read(3) is None
-    of = [WeightFile.of("somebody/model", one, INT8, None).path for one in ("c0ffee", "c0ffed")]
+    of = [
+        PackedFile.for_checkpoint("somebody/model", one, INT8, None).path
+        for one in ("c0ffee", "c0ffed")
+    ]
     assert of[0] != of[1]
 
 

@@ -168,7 +168,7 @@ class LLM:
         load_drafter: LoadDrafter | None,
         answers: AnswerMemory | None,
     ) -> None:
-        self.model, self.tokenizer, self.eos_ids = loaded.model, loaded.tokenizer, loaded.ends
+        self.model, self.tokenizer, self.eos_ids = loaded.model, loaded.tokenizer, loaded.eos_ids
         # what the model's generation config names; servers take it where a request gives none
         self.sampling_defaults: Mapping[str, float] = loaded.sampling
         self.name, self.budget = name, options.budget

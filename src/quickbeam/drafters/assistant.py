@@ -132,7 +132,7 @@ class AssistantDrafter(Drafter):
     ) -> None:
         self.passes, self.split = passes, split
         self.head, self.vocab_size = head, model.vocab_size
-        model.watch([layer])
+        model.set_aux_layers([layer])
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> AssistantState:
         return AssistantState()

@@ -202,20 +202,23 @@ class DrafterState(SourceState):
         A draft may be wrong, so a drafter may know the end of a text alone.
         """
 
-    def share(self, chunk: int, tokens: int) -> Any:
-        """Return what another sequence needs to `adopt` tokens `chunk * tokens` to
-        `(chunk + 1) * tokens - 1`. None if the state does not hold them."""
+    def chunk_pages(self, chunk: int, tokens: int) -> Any:
+        """Return the pages of a chunk of tokens, which another sequence may `attach`.
+
+        The chunk is tokens `chunk * tokens` to `(chunk + 1) * tokens - 1`. None if the state does
+        not have all of them.
+        """
         return None
 
-    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
+    def attach(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
         """Begin with shared chunks of `tokens` tokens each.
 
-        `hidden`: hidden states, `[k, layers * d]` each. The first are those of the last adopted
+        `hidden`: hidden states, `[k, layers * d]` each. The first are those of the last attached
         token. The rest belong to whole chunks behind it that no drafter has read.
         """
 
     def unread_hidden(self, chunk: int, tokens: int) -> torch.Tensor | None:
-        """Return the hidden states of such tokens (`share`), if it has all and has read none."""
+        """Return the hidden states of a chunk's tokens, if it has all of them and read none."""
         return None
 
     def release(self) -> None:

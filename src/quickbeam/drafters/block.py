@@ -120,8 +120,8 @@ class BlockState(FeatureState):
         self.gates: torch.Tensor | None = None
         self.after: torch.Tensor | None = None
 
-    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
-        super().adopt(chunks, tokens, hidden)
+    def attach(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
+        super().attach(chunks, tokens, hidden)
         if chunks and self.waiting:  # a row depends on its own token alone: the last is read
             self.unread.drop(1)
 
@@ -142,8 +142,8 @@ class BlockDrafter(FeatureDrafter):
     deep as the block is long get zeros: nothing is proposed there.
 
     The drafter takes the network over, and makes `model` return the hidden states that it reads
-    (`Model.watch`). `native`: let the native kernels run the network where they can. `weights`: the
-    format that they keep its weights in; None: 8 bits.
+    (`Model.set_aux_layers`). `native`: let the native kernels run the network where they can.
+    `weights`: the format that they keep its weights in; None: 8 bits.
     """
 
     kind = BlockState
@@ -162,7 +162,7 @@ class BlockDrafter(FeatureDrafter):
         self.vocab_size, self.device = model.vocab_size, model.device
         self.tokens, size = network.tokens, network.config.hidden_size
         self.head_size, self.within = None if self.tokens is not None else size, within
-        model.watch(network.config.aux_layers)
+        model.set_aux_layers(network.config.aux_layers)
         # the confidence's weights of rows, and what it adds for each token before
         self._confidence: tuple[torch.Tensor, Sequence[float]] | None = None
         if network.config.confidence:

@@ -33,8 +33,8 @@ ACTIVATIONS = ("hidden_act", "silu"), ("hidden_activation", "gelu_pytorch_tanh")
 class BlockConfig:
     """The shape of a block drafter, of `depth` layers.
 
-    - `aux_layers`: which hidden states of the target it reads (`Model.watch`), each `target_size`
-      wide.
+    - `aux_layers`: which hidden states of the target it reads (`Model.set_aux_layers`), each
+      `target_size` wide.
     - `block_size`: how many rows a pass has. `mask_token`: the input of all but the anchor's.
     - `from_anchor`: whether the anchor's row drafts the token after the anchor (DSpark). Otherwise
       row k drafts the token at its own position, and the anchor's drafts none (DFlash).

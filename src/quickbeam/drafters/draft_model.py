@@ -58,15 +58,15 @@ class LMState(DrafterState):
         self.skipped += len(self.ids) - 1 - tail
         self.ids = self.ids[-1 - tail :]
 
-    def share(self, chunk: int, tokens: int) -> Any:
+    def chunk_pages(self, chunk: int, tokens: int) -> Any:
         # a text can't go on behind a recurrent model's keys and values alone
         is_recurrent = self._model.pool.state_pages > 0
         if is_recurrent or self.skipped or (chunk + 1) * tokens > self.cache.length:
             return None
-        return self.cache.share(chunk, tokens)
+        return self.cache.chunk_pages(chunk, tokens)
 
-    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
-        self.cache.adopt(chunks, tokens)
+    def attach(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
+        self.cache.attach(chunks, tokens)
 
     def release(self) -> None:
         self.cache.release()

@@ -68,8 +68,8 @@ class EagleState(FeatureState):
         self.shadow = None
         self.out = self.feature = torch.empty(0)
 
-    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
-        super().adopt(chunks, tokens, hidden)
+    def attach(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
+        super().attach(chunks, tokens, hidden)
         if chunks:  # the last row depends on the token after it, too, and is computed anew
             self.cache.truncate(self.cache.length - 1)
 
@@ -94,7 +94,8 @@ class EagleDrafter(FeatureDrafter):
     request adds one row for each node, which attends to the rows of the node's ancestors.
 
     - `passes`: run the layer.
-    - `aux_layers`: after which layers of the `model` its hidden states are read (`Model.watch`).
+    - `aux_layers`: after which layers of the `model` its hidden states are read
+      (`Model.set_aux_layers`).
     - `norm_output`, `norm_feature`: whether the output that stands in for the next hidden state,
       and what the head reads, are taken behind the stack's norm.
     - `head_size`: how wide what the target's head reads is; None for a head of its own, whose
@@ -119,7 +120,7 @@ class EagleDrafter(FeatureDrafter):
         self.vocab_size, self.head_size = model.vocab_size, head_size
         self.tokens, self.routes = tokens, routes
         self._norm_output, self._norm_feature = norm_output, norm_feature
-        model.watch(aux_layers)
+        model.set_aux_layers(aux_layers)
 
     @inference
     def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:

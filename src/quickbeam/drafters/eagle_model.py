@@ -37,7 +37,8 @@ already, to `[..., n, heads * head_dim]`."""
 class EagleConfig:
     """The shape of a feature drafter, general enough for the published ones.
 
-    - `layers`: which hidden states of the target it reads (`Model.watch`), each `target_size` wide.
+    - `layers`: which hidden states of the target it reads (`Model.set_aux_layers`), each
+      `target_size` wide.
     - `join`: where the hidden states meet the embedding. `attention` (EAGLE-3): in the attention's
       input, each after a norm of its own, once one linear layer has fused the hidden states.
       `input` (EAGLE and EAGLE-2): in one linear layer before an ordinary decoder layer.

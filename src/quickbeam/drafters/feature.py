@@ -97,14 +97,14 @@ class FeatureState(DrafterState):
     def append_hidden(self, hidden: torch.Tensor) -> None:
         self.unread.append(hidden)
 
-    def share(self, chunk: int, tokens: int) -> Any:
+    def chunk_pages(self, chunk: int, tokens: int) -> Any:
         """Return the rows of these tokens, or None if they were not read yet."""
         is_read = (chunk + 1) * tokens <= self.cache.length
-        return self.cache.share(chunk, tokens) if is_read else None
+        return self.cache.chunk_pages(chunk, tokens) if is_read else None
 
-    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
+    def attach(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
         if chunks:
-            self.cache.adopt(chunks, tokens)
+            self.cache.attach(chunks, tokens)
         self.unread.reset(hidden)
 
     def unread_hidden(self, chunk: int, tokens: int) -> torch.Tensor | None:

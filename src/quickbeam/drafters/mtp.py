@@ -36,7 +36,7 @@ from quickbeam.models.weights.gguf.names import mtp_names
 from quickbeam.models.weights.parameters import Parameters, names
 from quickbeam.models.weights.prequantised import method_of
 from quickbeam.models.weights.shapes import expected
-from quickbeam.models.weights.stored import Stored, located, own_names
+from quickbeam.models.weights.sources import ParameterSource, source_of, tensor_names
 from quickbeam.models.weights.tensor_files import TensorFiles
 
 NO_KNOWN_HEAD = (
@@ -112,11 +112,11 @@ def mtp_parameters(
         if name.startswith(layer):
             named[f"{stack.inside}.0.{name.removeprefix(layer)}"] = stored_name
     shapes = expected(stack, config) | joining(layout, embedding.shape[1])
-    wanted, stored = names(stack) - {stack.embedding}, dict[str, Stored]()
+    wanted, stored = names(stack) - {stack.embedding}, dict[str, ParameterSource]()
     mismatched = list[tuple[str, list[int], list[int]]]()
     method = method_of(config)
     for name in wanted:
-        location = located(name, named, files, method)
+        location = source_of(name, named, files, method)
         if location is None:
             continue
         stored[name] = location
@@ -173,7 +173,7 @@ def _of_folder(folder: Path, model: Model) -> tuple[Parameters, Stack]:
     stack, first = mtp_stack(config, model.dtype)
     (head,) = {weight.name for weight in stack.head.weights}
     named = {name: name for name in files.names}
-    named |= own_names(files.names, config.model_type, stack.embedding, head, True)
+    named |= tensor_names(files.names, config.model_type, stack.embedding, head, True)
     named = {name: stored for name, stored in named.items() if is_mtp(name, config)}
     if (layout := mtp_layout(named, config.num_hidden_layers)) is None:
         raise InvalidInput(NO_KNOWN_HEAD)

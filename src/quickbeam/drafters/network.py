@@ -20,7 +20,7 @@ from quickbeam.models.stack import Attention, Linear, Norm, Rotary, Stack
 from quickbeam.models.torch.network import LayerStack
 from quickbeam.models.torch.paged_attention import AttentionParams
 from quickbeam.models.weights.parameters import Parameters
-from quickbeam.models.weights.stored import Stored, dense
+from quickbeam.models.weights.sources import ParameterSource, dense
 from quickbeam.models.weights.tensor_files import TensorFiles
 
 EMBEDDING = "embedding"  # the name of a stack's embedding, which is not among a network's weights
@@ -84,7 +84,7 @@ class DrafterParameters(Parameters):
         config: Any,
         dtype: torch.dtype,
         given: dict[str, Weight],
-        stored: Mapping[str, Stored] = MappingProxyType({}),
+        stored: Mapping[str, ParameterSource] = MappingProxyType({}),
         files: TensorFiles | None = None,
     ) -> None:
         self.config, self.dtype, self.given = config, dtype, given

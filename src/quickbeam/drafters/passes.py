@@ -35,9 +35,9 @@ from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import (
     BFLOAT16,
+    EXACT_FORMATS,
     FLOAT32,
     INT8,
-    WHOLE,
     BlockRows,
     Packed,
     Packer,
@@ -228,7 +228,7 @@ class CompiledDrafter(CompiledStack):
     def __init__(self, parameters: Parameters, stack: Stack, pages: PagePool, name: str) -> None:
         super().__init__(parameters, stack, pages, name)
         last = len(stack.layers)
-        self.watch([last, last + 1])
+        self.set_aux_layers([last, last + 1])
         self._fusion = self._make_fusion() if stack.fusion is not None else None
         self._keys = self._make_keys() if stack.attentions[0].source is None else None
 
@@ -248,8 +248,8 @@ class CompiledDrafter(CompiledStack):
         c, fusion = self._new_compiler(), self.stack.fusion
         assert fusion is not None
         inputs = self._packed(fusion.linear).inputs
-        hidden = c.program.given("hidden", inputs, self._float32)
-        add_fusion(c, fusion, hidden, c.program.given("fused", self._width, True))
+        hidden = c.program.external("hidden", inputs, self._float32)
+        add_fusion(c, fusion, hidden, c.program.external("fused", self._width, True))
         return c.program
 
     def _make_keys(self) -> Program:
@@ -312,7 +312,7 @@ def packed_head(kernels: Kernels, head: Any, weights: str | None = None) -> Nati
     """
     if not isinstance(head, NativeLinear):
         packed = pack(kernels, head.weight, head.bias, weights)
-    elif head.packed.name in WHOLE:
+    elif head.packed.name in EXACT_FORMATS:
         packed = pack(kernels, head.packed.rows(), head.packed.bias, weights)
     else:
         packed = head.packed

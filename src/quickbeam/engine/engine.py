@@ -64,7 +64,7 @@ class Engine:
         self.prefixes = PrefixCache(model.granularity if share else None, model.pool)
         self.scheduler = Scheduler(model, self.prefixes, most)
         model.pool.limit = pages
-        model.pool.spare = self.prefixes.evict
+        model.pool.evict = self.prefixes.evict
         self._budget, self._memory = budget, memory
         self.finished: list[SequenceState] = []  # those that ended in the last step
         # of all steps in which no prompt was read
@@ -160,7 +160,7 @@ class Engine:
         pool = self.model.pool
         if not pool.limit:
             return 0.0
-        return max(0, pool.used - self.prefixes.idle_pages()) / pool.limit
+        return max(0, pool.used - self.prefixes.evictable_pages()) / pool.limit
 
     @property
     def nodes(self) -> float:

@@ -23,7 +23,7 @@ import torch
 
 from quickbeam.drafters.base import Drafter
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.models.cache.kv import NoRoom, Page, Pool
+from quickbeam.models.cache.kv import OutOfPages, Page, Pool
 
 SNAPSHOTS = 32
 
@@ -107,10 +107,10 @@ class PrefixCache:
             key = tuple(sequence.ids[at * self.size : (at + 1) * self.size])
             chunk = parent.children.get(key)
             if chunk is None or (chunk not in self._order):
-                kv = cache.share(at, self.size)
+                kv = cache.chunk_pages(at, self.size)
                 try:
-                    self._pool.keep(kv)
-                except NoRoom:
+                    self._pool.pin(kv)
+                except OutOfPages:
                     return
                 chunk = parent.children[key] = Chunk(parent, key, kv, sequence.edges.get(at))
                 self._order[chunk] = None
@@ -119,7 +119,7 @@ class PrefixCache:
             chunks.append(chunk)
             snapshot = cache.snapshot((at + 1) * self.size) if chunk.snapshot is None else None
             if snapshot is not None:
-                self._pool.keep([snapshot])
+                self._pool.pin([snapshot])
                 chunk.snapshot, self._snapshots[chunk] = snapshot, None
                 if len(self._snapshots) > SNAPSHOTS:
                     self._drop_snapshot(next(iter(self._snapshots)))
@@ -130,8 +130,8 @@ class PrefixCache:
                     break
                 if chunk not in self._order:
                     continue
-                if (rows := state.share(at, self.size)) is not None:
-                    pool.keep(rows)
+                if (rows := state.chunk_pages(at, self.size)) is not None:
+                    pool.pin(rows)
                     chunk.draft, chunk.hidden = rows, None
                 elif chunk.hidden is None:
                     chunk.hidden = state.unread_hidden(at, self.size)
@@ -139,11 +139,11 @@ class PrefixCache:
 
     def _drop_snapshot(self, chunk: Chunk) -> None:
         if chunk.snapshot is not None:
-            self._pool.drop([chunk.snapshot])
+            self._pool.unpin([chunk.snapshot])
             del self._snapshots[chunk]
             chunk.snapshot = None
 
-    def idle_pages(self, kept: Sequence[Chunk] = ()) -> int:
+    def evictable_pages(self, kept: Sequence[Chunk] = ()) -> int:
         """Return how many pages could be freed by dropping chunks other than `kept`.
 
         May be called from any thread. Chunks that are dropped meanwhile don't count.
@@ -151,10 +151,10 @@ class PrefixCache:
         pages, without = 0, set(kept)
         for chunk in list(self._order):
             kv, snapshot = chunk.kv, chunk.snapshot
-            if chunk in without or kv is None or not self._pool.idle(kv):
+            if chunk in without or kv is None or not self._pool.is_evictable(kv):
                 continue
             pages += -(-self.size // self._pool.page)
-            if snapshot is not None and self._pool.idle([snapshot]):
+            if snapshot is not None and self._pool.is_evictable([snapshot]):
                 pages += self._pool.state_pages
         return pages
 
@@ -163,7 +163,7 @@ class PrefixCache:
 
         Where all are held, a snapshot goes. Returns whether there was anything to drop.
         """
-        idle = (chunk for chunk in self._order if self._pool.idle(chunk.kv))
+        idle = (chunk for chunk in self._order if self._pool.is_evictable(chunk.kv))
         if (first := next(idle, None)) is not None:
             below = [first]
             for chunk in below:  # grows meanwhile
@@ -183,10 +183,10 @@ class PrefixCache:
         del self._order[chunk]
         if chunk.parent is not None:
             chunk.parent.children.pop(chunk.key, None)
-        self._pool.drop(chunk.kv)
+        self._pool.unpin(chunk.kv)
         self._drop_snapshot(chunk)
         if chunk.draft is not None and self.drafter is not None and self.drafter.pool is not None:
-            self.drafter.pool.drop(chunk.draft)
+            self.drafter.pool.unpin(chunk.draft)
         chunk.kv = chunk.draft = chunk.edge = chunk.hidden = None
         chunk.children = {}
 

@@ -12,7 +12,7 @@ from quickbeam.engine.growing import TreeDraft, fail
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.models.base import Chain, Draft, Model, Part
-from quickbeam.models.cache.kv import NoRoom
+from quickbeam.models.cache.kv import OutOfPages
 
 TREE = 64  # how many rows a sequence may need besides its tokens
 MANY_PLACES = 8  # with so many places, the last one is kept for tenants that hold none,
@@ -158,7 +158,7 @@ class Scheduler:
         ) + len(self.active)
         missing = needed + reserved - (self.pool.free or 0)
         # shared chunks that it is going to hold can't be dropped for it
-        return missing <= 0 or missing <= self.prefixes.idle_pages(chunks)
+        return missing <= 0 or missing <= self.prefixes.evictable_pages(chunks)
 
     def _prefix_in_prefill(self, sequence: SequenceState) -> bool:
         """Whether an active sequence is reading the same beginning right now.
@@ -197,8 +197,8 @@ class Scheduler:
             parts = [one.edge for one in known[-1:]] + [one.hidden for one in chunks[len(known) :]]
             hidden = [rows for rows in parts if rows is not None]
             if known or hidden:
-                state.adopt([chunk.draft for chunk in known], prefixes.size, hidden)
-        sequence.cache.adopt(kv, prefixes.size, snapshot)
+                state.attach([chunk.draft for chunk in known], prefixes.size, hidden)
+        sequence.cache.attach(kv, prefixes.size, snapshot)
         sequence.chunks = list(chunks)
         if not sequence.statistics.preemptions:  # after one, the chunks may hold its answer
             sequence.statistics.cached_tokens = len(chunks) * prefixes.size
@@ -227,7 +227,7 @@ class Scheduler:
             last = self.active[-1]
             if len(self.active) == 1:
                 pages = f"all {self.pool.limit} pages of keys and values are taken"
-                fail(last, NoRoom(f"{pages}: raise --kv-memory"))
+                fail(last, OutOfPages(f"{pages}: raise --kv-memory"))
                 return []
             self.prefixes.remember(last, last.read)
             self.preempt(last)
@@ -242,7 +242,7 @@ class Scheduler:
         missing = sum(
             one.part.cache.missing(one.sequence.read + one.part.rows + 1) for one in scheduled
         )
-        while missing > (pool.free or 0) and pool.spare():
+        while missing > (pool.free or 0) and pool.evict():
             pass
         # `free` is negative where the limit was lowered meanwhile
         return missing <= max(0, pool.free or 0)

@@ -11,7 +11,6 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -23,8 +22,7 @@ from quickbeam.tree import TokenTree
 
 CHUNK = 512  # tokens of prompts that a pass reads
 STREAMED_CHUNK = 1024  # the same where weights are read or copied in every pass
-# tokens of prompts that are read in a step in which answers run: a running answer never waits for a
-# long prompt
+# the same in a step in which answers run, so that a running answer never waits for a long prompt
 MIXED_CHUNK = 64
 
 P = ParamSpec("P")
@@ -51,7 +49,7 @@ def inference(function: Callable[P, R]) -> Callable[P, R]:
 class Chain(NamedTuple):
     """Tokens of a text that follow a sequence's committed tokens.
 
-    `wanted`: after how many of the last of them the logits are wanted.
+    `wanted`: how many of the last tokens need logits after them.
     """
 
     cache: SequenceCache
@@ -64,7 +62,7 @@ class Chain(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """How a request's tokens are drawn from its logits alone, with the noise of their places.
+    """How a request's tokens are drawn from its logits alone, with the noise of their positions.
 
     `seed`, `choice`: of the noise (`noise.py`). `scale`: 1 / temperature, or 0 where nothing is
     drawn and the likeliest token is taken.
@@ -140,18 +138,20 @@ class Batch:
 
     @property
     def wanted(self) -> list[int]:
-        """The numbers of the rows after which logits are wanted."""
-        ends = accumulate(part.rows for part in self.parts)
-        pairs = zip(self.parts, ends, strict=True)
-        return [row for part, end in pairs for row in range(end - part.wanted, end)]
+        """The indices of the rows that need logits after them."""
+        rows, end = list[int](), 0
+        for part in self.parts:
+            end += part.rows
+            rows += range(end - part.wanted, end)
+        return rows
 
 
 class Passed(NamedTuple):
-    """What a pass gives of one part.
+    """The results of a pass for one part.
 
     `logits` `[wanted, vocab]`: after every node that a draft runs, or after a chain's last tokens.
     `hidden` `[rows, layers * d]`: hidden states of all rows, where the model watches layers.
-    `best`: the likeliest token of each row of `logits` where the pass tells, -1 where its logits
+    `best`: the likeliest token of each row of `logits` where the pass finds it, -1 where the logits
     are not finite. `drawn`: the tokens that are drawn as a draft says, where the pass draws them,
     -1 where the host has to.
     """
@@ -163,7 +163,7 @@ class Passed(NamedTuple):
 
 
 class Streamed(ABC):
-    """What reads or copies a part of the weights in every pass, from `source`."""
+    """Reads or copies a part of the weights in every pass, from `source`."""
 
     source: str
 
@@ -173,14 +173,15 @@ class Streamed(ABC):
 
     @property
     def in_words(self) -> str:
-        """How much of the weights that is, how fast it goes, and the peak memory."""
+        """How much of the weights a pass reads, how fast, and the peak memory."""
         stats = self.record()
-        read, rate = stats["streamed_bytes"] / 1e6, stats["bytes_per_second"]
+        streamed = stats["streamed_bytes"] / 1e6
+        total = streamed + stats["resident_bytes"] / 1e6
+        rate, peak_bytes = stats["bytes_per_second"], stats["peak_bytes"]
         speed = f" at {rate / 1e9:.2f} GB/s" if rate else ""
-        peak = "unknown" if stats["peak_bytes"] is None else f"{stats['peak_bytes'] / 1e6:.0f} MB"
+        peak = "unknown" if peak_bytes is None else f"{peak_bytes / 1e6:.0f} MB"
         return (
-            f"{read:.0f} of {read + stats['resident_bytes'] / 1e6:.0f} MB a pass from {self.source}"
-            f"{speed}, peak memory {peak}"
+            f"{streamed:.0f} of {total:.0f} MB a pass from {self.source}{speed}, peak memory {peak}"
         )
 
     def close(self) -> None:  # noqa: B027
@@ -188,13 +189,13 @@ class Streamed(ABC):
 
 
 class Model(ABC):
-    """Runs the tokens of a batch with `forward`, and gives the logits after them.
+    """Runs the tokens of a batch with `forward`, and returns the logits after them.
 
     `exact`: whether a row's bits depend on nothing but the tokens that it sees. Then an answer is
     the same with drafts and without, in any batch. Otherwise that is counted, not guaranteed.
     `pool` makes the sequences' caches. `chunk`: tokens of prompts that a pass reads; `mixed_chunk`:
     the same in a step in which answers run. `weights`: the format of the weights that products
-    read. `streamed`: what reads or copies weights in every pass; None where all stay in place.
+    read. `streamed`: reads or copies weights in every pass; None where all are in memory.
     """
 
     exact: bool
@@ -204,26 +205,27 @@ class Model(ABC):
     weight_bytes = 0  # of weights that the products of a pass read; 0 where that is not known
     mapped_bytes = 0  # of weights in a mapped file, which count as free memory
     streamed: Streamed | None = None
-    experts_read = 0.0  # how many a layer of experts read in the last pass, on average
+    experts_read = 0.0  # how many active experts a layer had in the last pass, on average
 
     def __init__(
         self, config: Any, dtype: torch.dtype, device: torch.device, vocab_size: int, pool: Pool
     ) -> None:
-        self.config, self.dtype, self.device = config, dtype, device
+        self.config = config
+        self.dtype, self.device = dtype, device
         self.vocab_size, self.pool = vocab_size, pool
 
     @abstractmethod
     def forward(self, batch: Batch) -> list[Passed]:
-        """Run all rows of `batch`, and return what each part gives.
+        """Run all rows of `batch`, and return the results of each part.
 
         The keys and values of a part's rows lie behind its sequence's committed tokens, and are not
-        committed. Raises `NoRoom` where the pool has no page left.
+        committed. Raises `OutOfPages` where the pool has no page left.
         """
 
     @property
     @abstractmethod
     def embedding(self) -> nn.Module:
-        """The module from token ids to what the first layer reads."""
+        """The module from token ids to the first layer's input."""
 
     @property
     @abstractmethod
@@ -231,8 +233,8 @@ class Model(ABC):
         """The module from hidden states after the final norm to logits."""
 
     @abstractmethod
-    def watch(self, layers: Sequence[int]) -> None:
-        """Give hidden states after `layers` with every pass from now on.
+    def set_aux_layers(self, layers: Sequence[int]) -> None:
+        """Return hidden states after `layers` with every pass from now on.
 
         Number i, from 1 to the number of layers, means the residual stream after i layers. One more
         means what the head reads, after the final norm. Raises `InvalidInput` for no layers, and
@@ -292,11 +294,12 @@ def split(
 ) -> list[Passed]:
     """Divide the results of all rows of a pass among its parts.
 
-    `drawn` counts for drafts alone that say how tokens are drawn.
+    `drawn` is for those drafts alone that say how tokens are drawn.
     """
-    passed, row, want = list[Passed](), 0, 0
+    passed = list[Passed]()
+    row = first_wanted = 0
     for part in parts:
-        wanted = slice(want, want + part.wanted)
+        wanted = slice(first_wanted, first_wanted + part.wanted)
         draws = part.draws if isinstance(part, Draft) else None
         passed.append(
             Passed(
@@ -306,5 +309,6 @@ def split(
                 None if drawn is None or draws is None else drawn[wanted],
             )
         )
-        row, want = row + part.rows, want + part.wanted
+        row += part.rows
+        first_wanted += part.wanted
     return passed

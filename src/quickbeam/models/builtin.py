@@ -69,7 +69,7 @@ def _make(folder: Path, entry: hub.Embedded, progress: ReportProgress) -> None:
 
         progress(f"converting {folder.name}, once", None)
         convert(gguf, converted, entry.end_tokens)
-        for file in converted.iterdir():  # or a power cut leaves empty files in the folder
+        for file in converted.iterdir():  # otherwise a power cut leaves empty files in the folder
             with open(file, "rb+") as handle:
                 os.fsync(handle.fileno())
         os.replace(converted, folder)

@@ -14,30 +14,32 @@ import torch
 HUGE = 2**21  # bytes of a huge page
 
 
-def room_for_weights(size: int) -> torch.Tensor:
+def memory_for_weights(size: int) -> torch.Tensor:
     """Return a tensor `[size]` uint8 on the CPU that is not filled yet.
 
     Where Linux has huge pages, it lies in these. A pass reads all weights once. In pages of 4 kB
     each, their addresses don't fit the processor's table of pages: reading takes longer, and
-    whatever runs next finds nothing of its own in that table.
+    displaces the entries of all other memory from that table.
     """
     if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)
-    # memory that nobody has touched yet, as pages that are in use stay as they are
+    # new memory, as pages that are in use don't become huge
     block = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a system without huge pages
         block.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(block, dtype=torch.uint8)
-    begin = -whole.data_ptr() % HUGE
-    return whole[begin : begin + size]
+    memory = torch.frombuffer(block, dtype=torch.uint8)
+    begin = -memory.data_ptr() % HUGE
+    return memory[begin : begin + size]
 
 
 def map_file(path: Path) -> torch.Tensor | None:
-    """Return a file's bytes, `[size]` uint8, mapped: read when they are first used, and shared with
-    other processes.
+    """Return a file's bytes, `[size]` uint8, mapped.
 
-    None where Linux maps many in small pages, which a pass reads more slowly (`room_for_weights`).
-    Large ones need a file system that keeps a file in them (ext4 and XFS in recent versions).
+    Each page is read when it is first used, and is shared with other processes.
+
+    None where Linux maps many in small pages, which a pass reads more slowly than large ones
+    (`memory_for_weights`). Large ones need a file system that keeps a file in them (ext4 and XFS in
+    recent versions).
     """
     with open(path, "rb") as file:
         block = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -54,16 +56,16 @@ def map_file(path: Path) -> torch.Tensor | None:
 def in_huge_pages(begin: int) -> int:
     """Return how many bytes of the file that is mapped at address `begin` are in huge pages."""
     with suppress(OSError), open("/proc/self/smaps", encoding="utf-8", errors="replace") as maps:
-        inside = False
+        is_reached = False
         for line in maps:
-            inside = line.startswith(f"{begin:x}-") or inside
-            if inside and line.startswith("FilePmdMapped:"):
+            is_reached = is_reached or line.startswith(f"{begin:x}-")
+            if is_reached and line.startswith("FilePmdMapped:"):
                 return int(line.split()[1]) * 1024
     return 0
 
 
 def reserved(size: int) -> torch.Tensor:
-    """Return `size` bytes of addresses that nothing else gets. They can't be read or written."""
+    """Return `size` bytes of addresses without memory: they can't be read or written."""
     if not hasattr(mmap, "MAP_PRIVATE"):
         return torch.empty(size, dtype=torch.uint8)
     block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)

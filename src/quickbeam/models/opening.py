@@ -1,7 +1,7 @@
 """Opens a `Model` by name.
 
-It is read as data: its folder, or its `.gguf` file. Weights are in memory, as they come or
-quantised. Or a part of them is read from disk or copied from host memory in every pass.
+Its folder, or its `.gguf` file, is read as data. Weights are in memory, as they come or quantised.
+Or a part of them is read from disk or copied from host memory in every pass.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from quickbeam import hub
 from quickbeam.config import ReportProgress
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import CHUNK, Model
-from quickbeam.models.compile.native_model import NativeModel, why_not_native
+from quickbeam.models.compile.native_model import NativeModel, kernels_for
 from quickbeam.models.families import describe
 from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BFLOAT16
-from quickbeam.models.rotary import hold
+from quickbeam.models.rotary import limit_context
 from quickbeam.models.text.eos import eos_ids, known_eos_ids
 from quickbeam.models.text.tokenizer import load_tokenizer
 from quickbeam.models.torch.model import TorchModel
@@ -30,7 +31,7 @@ from quickbeam.models.weights.adapters import AdaptedCheckpoint, adapter_in
 from quickbeam.models.weights.checkpoint import Checkpoint, local_folder, read_json
 from quickbeam.models.weights.formats import check_weights, refuse_place, weights_format
 from quickbeam.models.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
-from quickbeam.models.weights.packed_file import WeightFile
+from quickbeam.models.weights.packed_file import PackedFile
 from quickbeam.models.weights.parameters import ModelParameters
 from quickbeam.params import SamplingParams
 
@@ -64,12 +65,12 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
 class LoadedModel(NamedTuple):
     """A model that is ready to run, and its tokenizer.
 
-    `ends`: ids that end an answer. `sampling`: what `sampling_defaults` returns.
+    `eos_ids`: ids that end an answer. `sampling`: of `sampling_defaults`.
     """
 
     model: Model
     tokenizer: Any
-    ends: set[int]
+    eos_ids: set[int]
     sampling: dict[str, float]
 
 
@@ -79,24 +80,22 @@ def make_model(
     native: bool = True,
     chunk: int = CHUNK,
     weights: str = BFLOAT16,
-    kept: WeightFile | None = None,
 ) -> Model:
-    """Take `model` over: for the native kernels if they can run it and `native` is set, else for
-    PyTorch.
+    """Run a model of transformers, which is taken over.
 
-    The other arguments are those of `NativeModel` and `TorchModel`. Raises `NotDescribed` for
-    models that none can run, and `InvalidInput` for `weights` that need the kernels where they
-    can't be used.
+    With `native`, the native kernels run it if they can, else PyTorch does. The other arguments are
+    those of `NativeModel` and `TorchModel`. Raises `NotDescribed` for models of no family, and
+    `InvalidInput` for `weights` that need the kernels where they can't be used.
     """
     device = model.device
     refuse_place(check_weights(weights), device, model.dtype)
-    hold(model.config.get_text_config())
+    limit_context(model.config.get_text_config())
     stack, parameters = describe(model), ModelParameters(model)
-    reason = "the torch back end is asked for"
+    kernels, reason = None, "the torch back end is asked for"
     if native:
-        reason = why_not_native(parameters, stack, device)
-    if not reason:
-        return NativeModel(parameters, stack, chunk=chunk, weights=weights, kept=kept)
+        kernels, reason = kernels_for(parameters, stack, device)
+    if kernels is not None:
+        return NativeModel(parameters, stack, kernels, chunk=chunk, weights=weights)
     _refuse_weights(weights, reason)
     back_end = TorchModel(parameters, stack, device, chunk=chunk, reason=reason)
     if not back_end.exact:
@@ -132,10 +131,10 @@ def open_model(
     """
     checkpoint = open_checkpoint(name, dtype, revision)
     refuse_place(weights, device, checkpoint.dtype)
-    reason = why_not_native(checkpoint, checkpoint.stack, device)
+    kernels, reason = kernels_for(checkpoint, checkpoint.stack, device)
     model: Model
-    if not reason:
-        model = _native(checkpoint, weights, memory, progress)
+    if kernels is not None:
+        model = _native(checkpoint, kernels, weights, memory, progress)
     else:
         _refuse_weights(weights, reason)
         model = TorchModel(checkpoint, checkpoint.stack, device, memory=memory, reason=reason)
@@ -153,24 +152,30 @@ def open_model(
 def tokenizer_folder(checkpoint: Checkpoint | AdaptedCheckpoint) -> Path:
     """Return where a model's tokenizer is: beside its adapter, if there is one."""
     if isinstance(checkpoint, AdaptedCheckpoint):
-        own = checkpoint.adapter.folder
-        if (own / "tokenizer_config.json").is_file():
-            return own
+        adapter = checkpoint.adapter.folder
+        if (adapter / "tokenizer_config.json").is_file():
+            return adapter
     return checkpoint.path
 
 
 def _native(
-    checkpoint: AnyCheckpoint, weights: str, memory: int | None, progress: ReportProgress | None
+    checkpoint: AnyCheckpoint,
+    kernels: Kernels,
+    weights: str,
+    memory: int | None,
+    progress: ReportProgress | None,
 ) -> NativeModel:
     stack, name = checkpoint.stack, weights_format(weights, checkpoint.dtype)
     if memory is not None:
-        memory = disk.limit(checkpoint, stack, name, memory)
+        memory = disk.needed_limit(checkpoint, stack, kernels, name, memory)
     kind = name if memory is None else f"{name}-disk"
     folder, base = checkpoint.path, None
     if isinstance(checkpoint, AdaptedCheckpoint):
         folder, base = checkpoint.adapter.folder, checkpoint.path
-    kept = WeightFile.of(str(folder), None, kind, progress, base=base)
-    return NativeModel(checkpoint, stack, weights=weights, kept=kept, memory=memory)
+    packed_file = PackedFile.for_checkpoint(str(folder), None, kind, progress, base=base)
+    return NativeModel(
+        checkpoint, stack, kernels, weights=weights, packed_file=packed_file, memory=memory
+    )
 
 
 def open_checkpoint(
@@ -179,8 +184,7 @@ def open_checkpoint(
     """Return a model's parameters.
 
     `widened`: no weights stay in blocks of few bits. Raises `InvalidInput` for models that no
-    family describes, for checkpoints that are not whole, and for a revision of what is on this
-    machine.
+    family describes, for incomplete checkpoints, and for a revision of a folder or file.
     """
     hub.check_source(name)
     path = Path(name).expanduser()

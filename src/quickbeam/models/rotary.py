@@ -1,7 +1,7 @@
-"""Rotary angles (2104.09864), by what a configuration says of them in `rope_parameters`.
+"""Rotary angles (2104.09864), from the `rope_parameters` of a configuration.
 
-They never change with a text's length, which would let a token's angles depend on the tokens that
-it is run with: on a prompt's chunks, and on the depth of a draft tree (`hold`).
+The angles never change with a text's length. Otherwise a token's angles would depend on the tokens
+that it is run with: on a prompt's chunks, and on the depth of a draft tree (`limit_context`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 STEP = 1024  # a table grows by so many positions
 Rope = Mapping[str, Any]
-# kinds without a scale here: that of "dynamic" begins beyond the context, and text has the same
-# position on all axes of "mrope"
+# kinds without a scale: "dynamic" has one beyond the context alone, and text has the same position
+# on all axes of "mrope"
 PLAIN = ("default", "dynamic", "mrope")
 SCALED = ("linear", "llama3", "longrope", "proportional", "yarn")
 
@@ -30,13 +30,12 @@ SCALED = ("linear", "llama3", "longrope", "proportional", "yarn")
 def frequencies(rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
     """Return the angles per position of `dim` dimensions, `[dim / 2]` float32, and a factor.
 
-    The factor is that of cosines and sines. Raises `InvalidInput` for a kind of angles that is not
-    known, and for a kind without its parameters, or with others than it can be made of.
+    Cosines and sines are taken times the factor. Raises `InvalidInput` for an unknown kind of
+    angles, and for a kind whose parameters are missing or wrong.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in PLAIN + SCALED:
-        known = ", ".join(PLAIN + SCALED)
-        raise InvalidInput(f"rotary angles of type {kind!r}; known: {known}")
+        raise InvalidInput(f"rotary angles of type {kind!r}; known: {', '.join(PLAIN + SCALED)}")
     try:
         if kind not in PLAIN:
             return _scaled(kind, rope, dim)
@@ -50,34 +49,39 @@ def frequencies(rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
 
 
 def _scaled(kind: str, rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
-    """Return `frequencies` by transformers; those of LongRoPE within the first context."""
+    """Return `frequencies` by transformers; of LongRoPE, those within the first context."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = {"long_factor": None, **rope}
     if kind == "longrope":
         rope["attention_factor"] = rope.get("short_mscale") or rope.get("attention_factor")
-        if (count := len(rope["short_factor"])) != dim // 2:
+        count = len(rope["short_factor"])
+        if count != dim // 2:
             raise ValueError(f"short_factor has {count} numbers for {dim // 2} pairs that turn")
-    if kind != "proportional":  # which go by the whole head
+    if kind != "proportional":  # the factor is part of its formula
         rope["partial_rotary_factor"] = 1.0
     config = SimpleNamespace(
-        rope_parameters=rope, head_dim=dim, hidden_size=dim, num_attention_heads=1
+        rope_parameters=rope,
+        head_dim=dim,
+        hidden_size=dim,
+        num_attention_heads=1,
+        max_position_embeddings=None,
+        standardize_rope_params=lambda: None,
     )
-    config.max_position_embeddings, config.standardize_rope_params = None, lambda: None
     angles, factor = ROPE_INIT_FUNCTIONS[kind](config)
     return angles, float(factor)
 
 
-def of_config(config: Any) -> Iterator[dict[str, Any]]:
-    """Yield a configuration's angles: one kind, or one for each kind of layer."""
+def rope_parameters_of(config: Any) -> Iterator[dict[str, Any]]:
+    """Yield a configuration's parameters of angles: one set, or one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if not isinstance(rope, dict):
         raise InvalidInput(f"its rope_parameters are {rope!r}: download it again")
-    kinds = [one for one in rope.values() if isinstance(one, dict)]
-    yield from kinds or [rope]
+    of_kinds = [parameters for parameters in rope.values() if isinstance(parameters, dict)]
+    yield from of_kinds or [rope]
 
 
-def hold(config: Any) -> None:
+def limit_context(config: Any) -> None:
     """Set a context within which the angles don't change with a text's length.
 
     Dynamic NTK changes them beyond the context, which no answer exceeds. LongRoPE has two sets of
@@ -87,29 +91,32 @@ def hold(config: Any) -> None:
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int | float | None):
         raise InvalidInput(f"its max_position_embeddings is {length!r}: download it again")
-    for rope in of_config(config):
-        border = rope.get("original_max_position_embeddings") or getattr(
+    for rope in rope_parameters_of(config):
+        first_length = rope.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
-        if border and length and rope.get("factor", 0) is None:
-            rope["factor"] = length / border
-        if rope.get("rope_type", rope.get("type")) != "longrope" or not border or not length:
+        if not first_length or not length:
             continue
-        # what follows from the context, which ends earlier from now on
-        rope.setdefault("factor", length / border)
-        rope.setdefault("original_max_position_embeddings", border)
-        if border < length:
+        if rope.get("factor", 0) is None:
+            rope["factor"] = length / first_length
+        if rope.get("rope_type", rope.get("type")) != "longrope":
+            continue
+        # what transformers derives from the context, which ends earlier from now on
+        rope.setdefault("factor", length / first_length)
+        rope.setdefault("original_max_position_embeddings", first_length)
+        if first_length < length:
             logger.warning(
                 "the context is %d tokens, not %d: beyond that, LongRoPE changes the "
                 "angles of all tokens",
-                border,
+                first_length,
                 length,
             )
-            config.max_position_embeddings = length = int(border)
+            length = int(first_length)
+            config.max_position_embeddings = length
 
 
 class Angles:
-    """Cosines and sines of `dim` dimensions by position, for halves that turn together.
+    """Cosines and sines of `dim` dimensions by position, for halves that are rotated together.
 
     `backwards`: of the negative of each angle.
     """
@@ -120,7 +127,7 @@ class Angles:
             self._frequencies = -self._frequencies
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return those of `positions` `[...]`, `[..., dim / 2]` float32 each."""
+        """Return cosines and sines of `positions` `[...]`, `[..., dim / 2]` float32 each."""
         self._frequencies = self._frequencies.to(positions.device)  # moved once
         angles = positions.float()[..., None] * self._frequencies
         return angles.cos() * self._factor, angles.sin() * self._factor
@@ -129,18 +136,22 @@ class Angles:
 class AngleTable:
     """Cosines and sines of all kinds of layers side by side, by position.
 
-    `config`: what the model's configuration says. `columns`: where each kind of angles begins.
-    `end`: where all end; there the cosines have the queries' factor.
+    `config`: the model's configuration. `columns`: where each kind of angles begins. `end`: the
+    column behind all kinds, where the cosines have the queries' factor.
     """
 
     def __init__(self, config: Any, stack: Stack) -> None:
-        self._scale = next((one.query_scale for one in stack.attentions), None)
-        rotated = [one for one in stack.attentions if one.rotary is not None]
-        halves = {one.rotary: one.rotary_dim // 2 for one in rotated if one.rotary is not None}
+        attentions = stack.attentions
+        self._scale = attentions[0].query_scale if attentions else None
+        halves = dict[Rotary, int]()
+        for attention in attentions:
+            if attention.rotary is not None:
+                halves[attention.rotary] = attention.rotary_dim // 2
         self.columns, self.end = dict[Rotary, int](), 0
         self._angles = list[Angles]()
         for rotary, half in halves.items():
-            self.columns[rotary], self.end = self.end, self.end + half
+            self.columns[rotary] = self.end
+            self.end += half
             self._angles.append(angles_of(config, rotary, 2 * half))
         self._table = (torch.empty(0, 1), torch.empty(0, 1))
 
@@ -148,17 +159,20 @@ class AngleTable:
         """Return cosines and sines, `[positions, columns]` each, at least up to `position`."""
         if position >= len(self._table[0]):
             positions = torch.arange((position // STEP + 1) * STEP)
-            parts = [one.at(positions) for one in self._angles]
+            cosines, sines = list[torch.Tensor](), list[torch.Tensor]()
+            for angles in self._angles:
+                cosine, sine = angles.at(positions)
+                cosines.append(cosine)
+                sines.append(sine)
             factors = torch.ones(len(positions), 1)
             if self._scale is not None:
                 factors = query_factors(self._scale, positions)[:, None]
-            cosine, sine = (torch.cat([*(part[k] for part in parts), factors], 1) for k in (0, 1))
-            self._table = cosine.contiguous(), sine.contiguous()
+            self._table = torch.cat([*cosines, factors], 1), torch.cat([*sines, factors], 1)
         return self._table
 
 
 def angles_of(config: Any, rotary: Rotary, dim: int) -> Angles:
-    """Return the angles of layers with `rotary`, of which `dim` dimensions turn."""
+    """Return the angles of layers with `rotary`, of which `dim` dimensions are rotated."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rotary.kind is not None and not isinstance(rope.get(rotary.kind), dict):
         raise InvalidInput(f"its rope_parameters lack those of {rotary.kind}")

@@ -1,4 +1,4 @@
-"""An architecture as data: what a model computes, and where its tensors are.
+"""An architecture as data: what a model computes, and of which parameters.
 
 `families` make a `Stack` from a configuration, `compile` makes a program of kernels from it,
 and `torch/network.py` runs it in plain PyTorch.
@@ -13,13 +13,13 @@ Name = str  # of a parameter of transformers' causal language model
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """Some rows of a weight `[outputs, inputs]`, or of its bias.
+class ParameterRows:
+    """Some rows of a parameter: of a weight `[outputs, inputs]`, or of its bias.
 
     `part` of `parts`: which of so many equal pieces. With `heads`, each of so many heads holds its
-    parts one after the other, and the pieces of all heads are taken. `transposed`: the weight is
-    stored as `[inputs, outputs]`. `expert`: which of several weights that are stored in one. `cut`:
-    of each head's rows the first, and the one after the last.
+    parts one after the other, and the pieces of all heads are taken. `transposed`: the parameter is
+    `[inputs, outputs]`. `expert`: which of several weights in one parameter. `cut`: of each head's
+    rows the first, and the one after the last.
     """
 
     name: Name
@@ -32,7 +32,7 @@ class Tensor:
 
     @property
     def plain(self) -> bool:
-        """Whether its rows follow one another in the checkpoint as they do here."""
+        """Whether its rows follow one another in the parameter as they do here."""
         return self.heads == 1 and not self.transposed and self.expert is None and self.cut is None
 
 
@@ -40,8 +40,8 @@ class Tensor:
 class Linear:
     """A product with `weights` that are stacked one below the other, plus `biases` or none."""
 
-    weights: tuple[Tensor, ...]
-    biases: tuple[Tensor, ...] = ()
+    weights: tuple[ParameterRows, ...]
+    biases: tuple[ParameterRows, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Norm:
     """An RMS norm, or with `centred` a layer norm.
 
     `weights`: several are put side by side, as of heads; none stands for ones. `plus_one`: the
-    weight is 1 + what is stored. `factor`: of the weight.
+    weight is 1 + the parameter. `factor`: of the weight.
     """
 
     weights: tuple[Name, ...]
@@ -64,10 +64,10 @@ class Norm:
 class Rotary:
     """Rotary angles of some layers.
 
-    `kind`: that of the layers, where the configuration has different `rope_parameters` for
-    different layers. `interleaved`: dimensions 2i and 2i + 1 of a head turn together, not i and
-    i + half. `base`: in place of the configuration's `rope_theta`. `backwards`: by the negative of
-    the angles.
+    `kind`: the kind of layers, where the configuration has different `rope_parameters` for
+    different ones. `interleaved`: dimensions 2i and 2i + 1 of a head are rotated together, not i
+    and i + half. `base`: in place of the configuration's `rope_theta`. `backwards`: by the negative
+    of the angles.
     """
 
     kind: str | None = None
@@ -86,11 +86,12 @@ class QueryScale:
 
 @dataclass(frozen=True)
 class Latent:
-    """Queries, keys and values by way of small vectors.
+    """Queries, keys and values by way of small latent vectors.
 
-    `qkv` gives the queries' (without `query` the queries), then that of keys and values, of `rank`
-    numbers, then what turns of all heads' keys. `norm` and `up` make of the second the rest of each
-    head's key, and its value of `value_dim` numbers. What turns of a head are its last dimensions.
+    The results of `qkv` are the latent vector of the queries (without `query` the queries), then
+    that of keys and values, of `rank` elements, then the rotated part of all heads' keys. `norm`
+    and `up` make of the second the part of each head's key that is not rotated, and the head's
+    value of `value_dim` elements. The last dimensions of a head are rotated.
     """
 
     rank: int
@@ -106,17 +107,18 @@ class Latent:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of `heads` queries over `kv_heads` keys and values of `head_dim` numbers.
+    """Attention of `heads` queries over `kv_heads` keys and values of `head_dim` elements.
 
-    `qkv`: queries, keys and values one below the other. `window`: how many of the last tokens
-    count, itself among them. `softcap`: scores are bent to stay below it. `rotary`: None for none;
-    `rotary_dim`: how many of a head's first dimensions turn. `norms`: of queries and of keys, of
-    each head (its weight is one head's, or all heads') or with `norm_all` of all heads together;
-    with `norm_last` after the angles. `gated`: behind the values, `qkv` has gates (with `one_gate`
-    one a head); their sigmoids scale the result. `factor`: of what is added to the stream.
-    `value_norm`: each head's value is normed, without a weight. `values_are_keys`: `qkv` has no
-    values; they are what keys are made of. `source`: whose keys and values are read; `qkv` has
-    queries alone then. `bidirectional`: the rows that a pass has of a sequence see one another.
+    `qkv`: queries, keys and values one below the other. `window`: how many of the last tokens a
+    token sees, itself among them. `softcap`: scores are soft-capped by it. `rotary`: None for none;
+    `rotary_dim`: how many of a head's first dimensions are rotated. `norms`: of queries and of
+    keys, of each head (with a weight for one head, or for all) or with `norm_all` of all heads
+    together; with `norm_last` after the angles. `gated`: behind the values, `qkv` has gates (with
+    `one_gate` one a head), whose sigmoids scale the result. `factor`: of the result, which is added
+    to the stream. `value_norm`: each head's value is normed, without a weight. `values_are_keys`:
+    `qkv` has no values; values are the keys before norm and angles. `source`: the index of the
+    layer whose keys and values are read; `qkv` has queries alone then. `bidirectional`: the rows
+    that a pass has of a sequence see one another.
     """
 
     qkv: Linear
@@ -145,7 +147,7 @@ class Attention:
 
     @property
     def value_dim(self) -> int:
-        """How many numbers a head's value has."""
+        """How many elements a head's value has."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
 
@@ -170,19 +172,19 @@ class ShortConv:
 class LinearAttention:
     """A layer whose `heads` keep a matrix each, `[key_dim, value_dim]`: S ← e^(a Δ) S + k uᵀ, Sᵀq.
 
-    `into`: what is convolved, one below the other; gates z, `[heads * value_dim]`; with the delta
-    rule rates b, `[heads]`; and d, `[heads]`, of the decays. `weight`, `bias`, `taps`: of the
-    convolution (`ShortConv`), behind which comes SiLU. Δ is softplus(d + `shift`), held between
-    `least` and `most`; a is -exp(`log_slope`). Each key head serves heads / `key_heads` heads in a
-    row, or with `tiled` each `key_heads`-th. `norm`: of each of `groups` groups of the result,
-    before it is taken times SiLU(z), or with `norm_last` after that; None for none.
+    `into`: the inputs of the convolution, one below the other; gates z, `[heads * value_dim]`; with
+    the delta rule rates b, `[heads]`; and d, `[heads]`, of the decays. `weight`, `bias`, `taps`: of
+    the convolution (`ShortConv`), behind which comes SiLU. Δ is softplus(d + `shift`), clamped
+    between `least` and `most`; a is -exp(`log_slope`). Each key head serves heads / `key_heads`
+    heads in a row, or with `tiled` each `key_heads`-th. `norm`: of each of `groups` groups of the
+    result, before it is taken times SiLU(z), or with `norm_last` after that; None for none.
 
     With `delta`, the gated delta rule: q, k and v are convolved, q and k of each head get length 1,
     q is divided by √key_dim, and u is σ(b) (v - Sᵀk). Otherwise Mamba-2: x, B and C are convolved,
     and v, k and q are these; u is Δ v, and `skip` times v is added to the result.
 
     Before anything else, z is taken times `gate_scale`, d times `step_scale`, and v, k and q of
-    Mamba-2 times `scales`. `factor`: of what is added to the residual stream.
+    Mamba-2 times `scales`. `factor`: of the result, which is added to the residual stream.
     """
 
     into: Linear
@@ -211,7 +213,7 @@ class LinearAttention:
 
     @property
     def channels(self) -> int:
-        """How many numbers of a token are convolved."""
+        """How many elements of a token are convolved."""
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
 
@@ -220,12 +222,12 @@ Recurrent = ShortConv | LinearAttention
 
 @dataclass(frozen=True)
 class FeedForward:
-    """`down(activation(up(x)))`, or with `gated` `down(activation(gate(x)) * rest(x))`.
+    """`down(activation(up(x)))`, or with `gated` `down(activation(gate(x)) * up(x))`.
 
-    Of a gated one, `up` has two weights: the gate's, and the rest's. `activation`: one of the
-    kernels' (`native/library.py`); `clamped` is `(u + 1) * g * sigmoid(slope * g)` with g at most
-    `limit` and u between it and its negative. The gate is taken times `gate_scale`, and what is
-    added to the residual stream times `factor`.
+    With `gated`, the field `up` has two weights: the gate projection's, and the up projection's.
+    `activation`: one of the kernels' (`native/library.py`); `clamped` is `(u + 1) * g *
+    sigmoid(slope * g)` with g, of the gate, at most `limit`, and u clamped to ±`limit`. The gate is
+    taken times `gate_scale`, and the result, which is added to the residual stream, times `factor`.
     """
 
     up: Linear
@@ -240,15 +242,15 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a row's experts are chosen, and what their weights are.
+    """How a row's active experts are selected, and with which weights their results are added.
 
-    `scores`: `softmax` is over all experts, `sigmoid` of each, `softmax_of_chosen` over the chosen.
-    `mixer` is Phi-MoE's rule for two: a softmax that leaves out logits further below the largest
-    than `2 * jitter` of them, and the same again without the largest. The `top` experts with the
-    largest scores are chosen, each plus `correction` `[experts]`; with several `groups` only among
-    the `top_groups` whose `best_of_group` largest ones have the largest sum. `renormalised`:
-    weights are divided by the larger of their sum + `plus` and `least`; then come times `factor`,
-    and each times its expert's `scale` `[experts]`.
+    `scores`: `softmax` is over all experts, `sigmoid` of each, `softmax_of_chosen` over the active
+    ones. `mixer` is Phi-MoE's rule for two: a softmax that leaves out logits further below the
+    largest than `2 * jitter` of them, and the same again without the largest. The `top` experts
+    with the largest scores plus `correction` `[experts]` are active; with several `groups` only
+    those of the `top_groups` groups whose `best_of_group` largest scores have the largest sum.
+    `renormalised`: weights are divided by the larger of their sum + `plus` and `least`. All weights
+    are then taken times `factor`, and each times its expert's `scale` `[experts]`.
     """
 
     logits: Linear
@@ -268,10 +270,11 @@ class Routing:
 
 @dataclass(frozen=True)
 class Experts:
-    """The sum over a row's experts of their results times their weights.
+    """The sum over a row's active experts of their results times their weights.
 
-    `chosen`: gated feed-forwards of one shape. `shared`: one of all rows, with weight 1, or the
-    sigmoid of `shared_gate`. In native passes, `routing.logits` and `shared_gate` keep every bit.
+    `chosen`: the experts that rows select among, gated feed-forwards of one shape. `shared`: an
+    expert of all rows, with weight 1, or the sigmoid of `shared_gate`. In native passes,
+    `routing.logits` and `shared_gate` keep every bit.
     """
 
     routing: Routing
@@ -281,7 +284,7 @@ class Experts:
 
     @property
     def all(self) -> tuple[FeedForward, ...]:
-        """The chosen ones, then the shared one if there is one."""
+        """All experts, the shared one last if there is one."""
         return self.chosen if self.shared is None else (*self.chosen, self.shared)
 
 
@@ -289,8 +292,9 @@ class Experts:
 class ParallelExperts:
     """Experts that read the residual stream beside a layer's dense feed-forward.
 
-    Added to the stream is `feed_forward_after` of the sum of `dense_after` of the dense one's
-    result, and `after` of that of `experts`, which read `before`; their router reads `router`.
+    `dense_after` norms the dense feed-forward's result, `before` norms what `experts` read,
+    `router` what their router reads, and `after` their result. The sum of both results, normed by
+    the layer's `feed_forward_after`, is added to the stream.
     """
 
     experts: Experts
@@ -312,10 +316,11 @@ class PerLayerInput:
 
 @dataclass(frozen=True)
 class PerLayerInputs:
-    """For each layer, `width` numbers of a token beside the residual stream (Gemma 3n and 4).
+    """For each layer, `width` elements of a token beside the residual stream (Gemma 3n and 4).
 
-    The sum of the token's row of `table` `[vocab, layers * width]` times `scale`, and `norm`, layer
-    by layer, of `projection` of the token's embedding times `factor`; all times `mixed`.
+    A first part is the token's row of `table` `[vocab, layers * width]` times `scale`. A second one
+    is `projection` of the token's embedding times `factor`, normed by `norm` layer by layer. Their
+    sum is taken times `mixed`.
     """
 
     table: Name
@@ -329,10 +334,10 @@ class PerLayerInputs:
 
 @dataclass(frozen=True)
 class BlockConv:
-    """Causal convolutions of what a sublayer reads, and of what it makes (DFlash2).
+    """Causal convolutions of what a sublayer reads, and of its result (DFlash2).
 
-    They are of a row and the `taps` - 1 before it, in blocks of `block` rows. Their coefficients
-    are `base` `[2, taps, d]` plus those that `shared` makes for `group` columns each.
+    A convolution is over a row and the `taps` - 1 rows before it, in blocks of `block` rows. Its
+    coefficients are `base` `[2, taps, d]` plus results of `shared`, one for each `group` columns.
     """
 
     shared: Linear
@@ -381,11 +386,12 @@ class HiddenInput:
 class Layer:
     """Attention and feed-forward, each added to the residual stream times `residual`.
 
-    `recurrent`: what stands in the attention's place, or beside it and reads the same. A layer may
-    lack what mixes tokens, or a feed-forward. Norms `before` stand before them, norms `after`
-    before they are added. `parallel`: the feed-forward reads what the attention read, and without a
-    norm of its own the attention's. `parallel_experts`: those beside the feed-forward. `convs` are
-    around both, without norms `after`. Then come `per_layer`, and a factor of the stream, `scalar`.
+    `recurrent`: a recurrent layer in the attention's place, or beside it with the same input. A
+    layer may have neither, or no feed-forward. Norms `before` are of the inputs of attention and
+    feed-forward, norms `after` of their results. `parallel`: the feed-forward reads the stream
+    before the attention is added, with the attention's norm if it has none. `parallel_experts`:
+    experts beside the feed-forward. `convs`: convolutions around attention and feed-forward,
+    without norms `after`. At the end come `per_layer`, and a factor of the stream, `scalar`.
     """
 
     attention: Attention | None
@@ -438,10 +444,10 @@ class Stack:
 
     @property
     def attentions(self) -> list[Attention]:
-        """Return the attention of all layers that have one."""
+        """The attentions of all layers that have one."""
         return [layer.attention for layer in self.layers if layer.attention is not None]
 
     @property
     def recurrents(self) -> list[Recurrent]:
-        """Return what is recurrent, of all layers that have such."""
+        """The recurrent parts of all layers that have one."""
         return [layer.recurrent for layer in self.layers if layer.recurrent is not None]

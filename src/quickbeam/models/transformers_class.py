@@ -1,6 +1,6 @@
 """Loads a model as transformers' own class, with weights by our reader: for training and peers.
 
-Nothing is answered by it: `opening.py` opens what runs.
+No answer is computed by such a model: `opening.py` opens those that run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import (
 
 from quickbeam.errors import InvalidInput, refuse_incomplete
 from quickbeam.models.opening import open_checkpoint, tokenizer_folder
-from quickbeam.models.rotary import hold
+from quickbeam.models.rotary import limit_context
 from quickbeam.models.text.tokenizer import refuse_unconverted
 from quickbeam.models.weights.gguf.checkpoint import GgufCheckpoint
 from quickbeam.models.weights.parameters import names
@@ -61,7 +61,7 @@ def load_model(
     refuse_incomplete(info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
     if (checkpoint.path / "generation_config.json").is_file():
         loaded.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
-    hold_angles(loaded)
+    fix_angles(loaded)
     return loaded.to(device), _tokenizer(tokenizer_folder(checkpoint))
 
 
@@ -74,16 +74,16 @@ def refuse_file(model: str) -> None:
         )
 
 
-def hold_angles(model: PreTrainedModel) -> None:
-    """Keep a model's rotary angles from changing with the length of a text (`angles.hold`)."""
-    hold(model.config)
+def fix_angles(model: PreTrainedModel) -> None:
+    """Keep a model's rotary angles from changing with a text's length (`rotary.limit_context`)."""
+    limit_context(model.config)
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        if isinstance(kinds, dict):
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, dict):  # by kind of layer
             module.rope_type = {
-                layer: "default" if kind in MOVING else kind for layer, kind in kinds.items()
+                layer: "default" if kind in MOVING else kind for layer, kind in rope_type.items()
             }
-        elif kinds in MOVING:
+        elif rope_type in MOVING:
             module.rope_type = "default"
 
 

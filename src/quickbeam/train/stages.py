@@ -51,7 +51,7 @@ class TextStage:
         refuse_file(folder)  # which the next stage couldn't read
         opened = open_model(folder, torch.bfloat16, device)
         self._model, self._tokenizer = opened.model, opened.tokenizer
-        self._stops = opened.ends
+        self._stops = opened.eos_ids
 
     def run(self, report: Callable[[int, float], None]) -> None:
         """Write conversations until there are `tokens` tokens of text, or all prompts are answered.

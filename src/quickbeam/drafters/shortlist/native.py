@@ -79,14 +79,14 @@ class NativeRouter:
         up = Packer(kernels, name or rows_format(up_weight)).pack([up_weight], bias)
         packer = Packer(kernels, name or rows_format(down_weight))
         down = packer.pack([down_weight], router.down.bias)
-        hidden = program.given("hidden", config.hidden_size, True)
-        embedded = program.given("embedded", config.embed_size, True)
+        hidden = program.external("hidden", config.hidden_size, True)
+        embedded = program.external("embedded", config.embed_size, True)
         both = program.buffer(config.hidden_size + config.embed_size)
         middle = program.buffer(up.outputs)
         program.norm(hidden, both, None, EPS)
         program.norm(embedded, both, None, EPS, column=config.hidden_size)
         program.linear(up, both, middle, library.ACTIVATE)
-        program.linear(down, middle, program.given("scores", config.clusters, True))
+        program.linear(down, middle, program.external("scores", config.clusters, True))
         self._program = program
 
     def __call__(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
@@ -141,8 +141,11 @@ class NativeHead:
         self._tokens = tokens.view(-1, BLOCK)
         self._alone, self._beside = Program(kernels), Program(kernels)
         for program in (self._alone, self._beside):
-            h, logits = program.given("h", self._packed.inputs), program.given("logits", 0, True)
-            program.chosen(self._packed, h, logits)
+            h, logits = (
+                program.external("h", self._packed.inputs),
+                program.external("logits", 0, True),
+            )
+            program.selected_blocks(self._packed, h, logits)
         # a placeholder: `score` points the operation at the context's rows
         self._beside.linear(packer.pack([weight[:1]], torch.zeros(1)), h, logits)
         # what `prepare` gives for no cluster: the frequent tokens alone

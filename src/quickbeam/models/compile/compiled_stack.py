@@ -20,24 +20,31 @@ from quickbeam.models.compile.compiler import SmallParameters, StackCompiler
 from quickbeam.models.compile.experts import add_per_layer_inputs
 from quickbeam.models.compile.hidden_input import add_hidden_input
 from quickbeam.models.compile.layer import add_layer
-from quickbeam.models.memory import room_for_weights
+from quickbeam.models.memory import memory_for_weights
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, Recurrence
 from quickbeam.models.native.operands import KVShape, RowList, plain_rows
 from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.native.quantised import BFLOAT16, WHOLE, BlockRows, Packed, Weight, dense_rows
+from quickbeam.models.native.quantised import (
+    BFLOAT16,
+    EXACT_FORMATS,
+    BlockRows,
+    Packed,
+    Weight,
+    dense_rows,
+)
 from quickbeam.models.rotary import AngleTable
 from quickbeam.models.stack import Stack
 from quickbeam.models.weights.disk import WeightsOnDisk
 from quickbeam.models.weights.formats import weights_format
-from quickbeam.models.weights.packed_file import WeightFile
+from quickbeam.models.weights.packed_file import PackedFile
 from quickbeam.models.weights.packing import PackedWeights
 from quickbeam.models.weights.parameters import Parameters
 
 
 class NativeLinear(nn.Module):
-    """A packed product as a module: `[..., in]` to `[..., out]`.
+    """The product with a packed weight as a module: `[..., in]` to `[..., out]`.
 
     Both are bfloat16, or float32 for float32 weights; with `logits` the results are float32.
 
@@ -47,12 +54,13 @@ class NativeLinear(nn.Module):
 
     def __init__(self, kernels: Kernels, packed: Packed, logits: bool = False) -> None:
         super().__init__()
-        self.packed, self.in_features, self.out_features = packed, packed.inputs, packed.outputs
-        self._program, self._dtype = Program(kernels), packed.dtype
-        wide = self._dtype is torch.float32
-        self._result = torch.float32 if logits else self._dtype
-        source = self._program.given("x", packed.inputs, wide)
-        target = self._program.given("y", packed.outputs, wide or logits)
+        self.packed = packed
+        self.in_features, self.out_features = packed.inputs, packed.outputs
+        self._dtype = packed.dtype
+        self._result_dtype = torch.float32 if logits else self._dtype
+        self._program = Program(kernels)
+        source = self._program.external("x", packed.inputs, self._dtype is torch.float32)
+        target = self._program.external("y", packed.outputs, self._result_dtype is torch.float32)
         self._program.linear(packed, source, target)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,19 +70,23 @@ class NativeLinear(nn.Module):
                 f"{self.in_features}]"
             )
         x = x.contiguous()
-        out = x.new_empty(*x.shape[:-1], self.out_features, dtype=self._result)
-        if rows := x.numel() // self.in_features:
-            self._program.run(plain_rows(rows), {"x": x, "y": out})
-        return out
+        y = x.new_empty(*x.shape[:-1], self.out_features, dtype=self._result_dtype)
+        rows = x.numel() // self.in_features
+        if rows:
+            self._program.run(plain_rows(rows), {"x": x, "y": y})
+        return y
 
 
 class ScaledEmbedding(nn.Module):
-    """Token ids `[...]` to rows of a `weight` times `embed_scale`, `[..., d]`; of blocks in
-    bfloat16."""
+    """Token ids `[...]` to rows of a `weight` times `embed_scale`, `[..., d]`.
+
+    Rows of a weight in blocks are bfloat16.
+    """
 
     def __init__(self, kernels: Kernels, weight: Weight, scale: float) -> None:
         super().__init__()
-        self.weight, self.embed_scale, self._kernels = weight, scale, kernels
+        self.weight, self.embed_scale = weight, scale
+        self._kernels = kernels
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if not isinstance(self.weight, BlockRows):
@@ -89,23 +101,26 @@ SMALL = 64 << 20  # bytes of weights that take less time to pack than a file is 
 
 
 def kv_shapes(stack: Stack) -> list[KVShape]:
-    """Return what each layer keeps of a token."""
-    return [
-        KVShape(0, 0, 0)
-        if of is None or of.source is not None
-        else KVShape(of.kv_heads, of.head_dim, of.value_dim)
-        for of in (layer.attention for layer in stack.layers)
-    ]
+    """Return the shape of what each layer keeps of a token."""
+    shapes = list[KVShape]()
+    for layer in stack.layers:
+        attention = layer.attention
+        if attention is None or attention.source is not None:
+            shapes.append(KVShape(0, 0, 0))
+        else:
+            shapes.append(KVShape(attention.kv_heads, attention.head_dim, attention.value_dim))
+    return shapes
 
 
 class CompiledStack:
     """A `Stack` with its weights, which are released from `parameters` as they are packed.
 
     `pages`: of `kv_shapes`, in the model's number format, bfloat16 or float32, which all rows have.
-    `name`: the format of the weights that products read; float32 for a model in float32. `kept`:
-    the file where packed weights are read or written. `memory`: the bytes that weights may take,
-    where they are more (`disk.limit`); then each pass reads the rest from `kept` (`disk`). The
-    embedding stays as it is; `embedding` is the module from token ids to its rows times the scale.
+    `name`: the format of the weights that products read; float32 for a model in float32.
+    `packed_file`: where packed weights are read or written. `memory`: the bytes that weights may
+    take, where they are more (`disk.needed_limit`); then each pass reads from `packed_file` what
+    memory lacks (`disk`). The embedding stays as it is; `embedding` is the module from token ids to
+    its rows times the scale.
     """
 
     def __init__(
@@ -114,7 +129,7 @@ class CompiledStack:
         stack: Stack,
         pages: PagePool,
         name: str = BFLOAT16,
-        kept: WeightFile | None = None,
+        packed_file: PackedFile | None = None,
         memory: int | None = None,
     ) -> None:
         self.stack, self._parameters, self._pages = stack, parameters, pages
@@ -122,7 +137,7 @@ class CompiledStack:
         self._kernels, self._float32 = pages.kernels, pages.dtype is torch.float32
         self._small_parameters = SmallParameters(parameters, pages.kernels, self._float32)
         self._angles = AngleTable(parameters.config, stack)
-        self.watched: tuple[int, ...] = ()  # layers whose hidden states a pass keeps (`Features`)
+        self.aux_layers: tuple[int, ...] = ()  # layers whose hidden states a pass returns
         self.hidden = torch.empty(0)
         # the likeliest token of each row of the last pass whose logits were wanted, -1 where they
         # are not finite; None where they are not known
@@ -139,36 +154,38 @@ class CompiledStack:
         name = weights_format(name, pages.dtype)
         self._packed = PackedWeights(parameters, stack, pages.kernels, name)
         self.disk: WeightsOnDisk | None = None
-        if kept is not None and memory is not None:
-            self.disk = WeightsOnDisk(kept, self._packed, memory)
+        if packed_file is not None and memory is not None:
+            self.disk = WeightsOnDisk(packed_file, self._packed, memory)
             self._place(None, name)
         else:
-            self._load(name, kept)
+            self._load(name, packed_file)
 
-    def _load(self, name: str, kept: WeightFile | None) -> None:
+    def _load(self, name: str, packed_file: PackedFile | None) -> None:
         """Bring all weights into memory."""
-        packed, as_they_come = self._packed, name in WHOLE
-        if as_they_come and packed.size < SMALL:
-            kept = None
-        weights = None if kept is None else kept.read(packed.size)
-        packed.filled = weights is not None
-        packed.memory = room_for_weights(packed.size) if weights is None else weights
-        self._place(None if packed.filled else kept, name)
-        if kept is not None and packed.filled:
-            self.mapped_bytes = packed.size * kept.mapped
-        elif kept is not None:
-            try:
-                kept.write(packed.size, lambda: [packed.memory], f"keeping {name} weights")
-            except QuickbeamError as error:
-                level = logging.INFO if as_they_come else logging.WARNING
-                logger.log(level, "%s; the next load packs them again", error)
+        packed, keeps_bits = self._packed, name in EXACT_FORMATS
+        if keeps_bits and packed.size < SMALL:
+            packed_file = None
+        read = None if packed_file is None else packed_file.read(packed.size)
+        packed.is_packed = read is not None
+        packed.memory = memory_for_weights(packed.size) if read is None else read
+        self._place(packed_file if read is None else None, name)
+        if packed_file is None:
+            return
+        if read is not None:
+            self.mapped_bytes = packed.size if packed_file.is_mapped else 0
+            return
+        try:
+            packed_file.write(packed.size, lambda: [packed.memory], f"keeping {name} weights")
+        except QuickbeamError as error:
+            level = logging.INFO if keeps_bits else logging.WARNING
+            logger.log(level, "%s; the next load packs them again", error)
 
-    def _place(self, kept: WeightFile | None, name: str) -> None:
+    def _place(self, packed_file: PackedFile | None, name: str) -> None:
         """Make the first program, for which the weights are packed unless they are already."""
         self._head: Any = self._packed(self.stack.head) if self.stack.head.weights else None
         self.vocab = 0 if self._head is None else self._head.outputs
-        stage = "packing weights" if name in WHOLE else f"quantising to {name}"
-        self._program = self._make(kept, stage)
+        stage = "packing weights" if name in EXACT_FORMATS else f"quantising to {name}"
+        self._program = self._make(packed_file, stage)
         self._parameters.release(self.stack.inside, None)
 
     @property
@@ -179,9 +196,9 @@ class CompiledStack:
             self._linear_head = NativeLinear(self._kernels, packed)
         return self._linear_head
 
-    def watch(self, layers: Sequence[int]) -> None:
-        """Keep the hidden states after `layers` (numbers of `Model.watch`) from now on."""
-        self.watched = tuple(layers)
+    def set_aux_layers(self, layers: Sequence[int]) -> None:
+        """Keep the hidden states after `layers` (numbers of `Model.set_aux_layers`) from now on."""
+        self.aux_layers = tuple(layers)
         self._program = self._make()
 
     # --- the program ---
@@ -197,13 +214,13 @@ class CompiledStack:
             self._width,
         )
 
-    def _make(self, kept: WeightFile | None = None, stage: str = "") -> Program:
-        """Return a program. `kept.progress` gets `stage` and how far it is."""
+    def _make(self, packed_file: PackedFile | None = None, stage: str = "") -> Program:
+        """Return a program. `packed_file.progress` gets `stage` and how far it is."""
         stack, parameters, width = self.stack, self._parameters, self._width
         self._compiler = c = self._new_compiler()
         program = c.program
         last = len(stack.layers) + 1
-        hidden = program.given("hidden", len(self.watched) * width, self._float32)
+        hidden = program.external("hidden", len(self.aux_layers) * width, self._float32)
         first_source = self._add_input(c)
         if stack.embedding_norm is not None:
             c.norm(stack.embedding_norm, c.x, c.x)
@@ -213,14 +230,14 @@ class CompiledStack:
         if stack.per_layer is not None:
             add_per_layer_inputs(c, stack.per_layer, parameters.mapped(stack.per_layer.table))
         for i, layer in enumerate(stack.layers):
-            if kept is not None:
-                kept.progress(stage, i / len(stack.layers))
+            if packed_file is not None:
+                packed_file.progress(stage, i / len(stack.layers))
             add_layer(c, layer, i, first_source if i == 0 else None)
             parameters.release(stack.inside, i)
-            for k, watched in enumerate(self.watched):
+            for k, watched in enumerate(self.aux_layers):
                 if watched == i + 1:
                     program.copy(c.x, hidden, column=k * width)
-        for k, watched in enumerate(self.watched):
+        for k, watched in enumerate(self.aux_layers):
             if watched == last:
                 c.norm(stack.norm, c.x, hidden, column=k * width)
         if self._head is not None:
@@ -260,11 +277,11 @@ class CompiledStack:
             c.program.embed(self._embedded, token, scale=self.stack.scale)
         if hidden_input is None:
             return None
-        states = c.program.given("states", hidden_input.width, True)
+        states = c.program.external("states", hidden_input.width, True)
         return add_hidden_input(c, hidden_input, token, states)
 
     def _project(self, program: Program, source: Buffer) -> None:
-        logits, best = program.given("logits", self.vocab, True), program.given("best", 1)
+        logits, best = program.external("logits", self.vocab, True), program.external("best", 1)
         program.linear(
             self._head,
             source,
@@ -280,7 +297,7 @@ class CompiledStack:
 
     def _results(self, rows: RowList) -> dict[str, torch.Tensor]:
         """Return empty tensors for what a pass gives."""
-        wanted, columns = len(rows.wanted), len(self.watched) * self._width
+        wanted, columns = len(rows.wanted), len(self.aux_layers) * self._width
         dtype = torch.float32 if self._float32 else torch.bfloat16
         results = {"hidden": torch.empty(len(rows), columns, dtype=dtype)}
         if self._head is not None:
@@ -307,14 +324,14 @@ class CompiledStack:
         return given.get("logits", self.hidden[:0])
 
     @property
-    def stored(self) -> set[str]:
-        """The formats that weights keep as they came in blocks."""
-        return self._packed.stored
+    def block_formats(self) -> set[str]:
+        """The formats of weights that stay as a file's blocks have them."""
+        return self._packed.block_formats
 
     @property
     def experts_read(self) -> float:
         """How many experts a layer read in the last pass, on average; 0 if none has any."""
-        read = [experts.read for experts, _ in self._compiler.experts]
+        read = [experts.read for experts in self._compiler.experts]
         return sum(read) / len(read) if read else 0.0
 
     @property

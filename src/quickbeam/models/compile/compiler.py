@@ -1,9 +1,9 @@
-"""What a stack's operations are added with: a program, its buffers, weights and other numbers."""
+"""What a stack's operations are added with: a program, its buffers, and parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,55 +11,69 @@ from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, Recurrence
 from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, Packed, Packer
+from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, Packer
 from quickbeam.models.rotary import AngleTable
-from quickbeam.models.stack import BlockConv, Linear, Norm, Stack
+from quickbeam.models.stack import BlockConv, Linear, Norm, ParameterRows, Stack
 from quickbeam.models.weights.parameters import norm_weight, rows_of
 
-Parameter = Callable[[str], torch.Tensor]
+ReadParameter = Callable[[str], torch.Tensor]
 
 
 class SmallParameters:
-    """A model's parameters beside the large weights. Each is read once, and kept.
+    """A model's parameters that are no packed weights. Each is read once, and kept.
 
-    `parameter(name)`: the whole of one. `wide`: rows are float32.
+    `read`: a function from a name to the parameter. `float32`: rows are float32.
     """
 
-    def __init__(self, parameter: Parameter, kernels: Kernels, wide: bool) -> None:
-        self._parameter, self._read = parameter, dict[Any, Any]()
-        self._packer = Packer(kernels, FLOAT32 if wide else BFLOAT16)
+    def __init__(self, read: ReadParameter, kernels: Kernels, float32: bool) -> None:
+        self._read = read
+        self._packer = Packer(kernels, FLOAT32 if float32 else BFLOAT16)
+        self._parameters = dict[str, torch.Tensor]()
+        self._norms = dict[Norm, torch.Tensor | None]()
+        self._packed = dict[Linear, Any]()
 
     def __call__(self, name: str) -> torch.Tensor:
         """Return a copy of a parameter in float32, flat."""
-        if name not in self._read:
-            parameter = self._parameter(name).detach()
-            self._read[name] = parameter.to(torch.float32, copy=True).flatten().contiguous()
-        return self._read[name]  # type: ignore[no-any-return]
+        if name not in self._parameters:
+            parameter = self._read(name).detach()
+            copied = parameter.to(torch.float32, copy=True)
+            self._parameters[name] = copied.flatten().contiguous()
+        return self._parameters[name]
 
-    def norm(self, of: Norm) -> torch.Tensor | None:
+    def norm(self, norm: Norm) -> torch.Tensor | None:
         """Return a norm's weight in float32, flat; None for ones."""
-        if of not in self._read:
-            self._read[of] = norm_weight(of, self._parameter)
-        return self._read[of]  # type: ignore[no-any-return]
+        if norm not in self._norms:
+            self._norms[norm] = norm_weight(norm, self._read)
+        return self._norms[norm]
 
-    def exact(self, of: Linear) -> Packed:
+    def exact(self, linear: Linear) -> Any:
         """Return a packed weight that keeps every bit."""
-        if of not in self._read:
-            weights, biases = (
-                [rows_of(one, self._parameter(one.name)) for one in parts]
-                for parts in (of.weights, of.biases)
-            )
-            self._read[of] = self._packer.pack(weights, torch.cat(biases) if biases else None)
-        return self._read[of]  # type: ignore[no-any-return]
+        if linear not in self._packed:
+            weights = [self._rows(rows) for rows in linear.weights]
+            biases = [self._rows(rows) for rows in linear.biases]
+            bias = torch.cat(biases) if biases else None
+            self._packed[linear] = self._packer.pack(weights, bias)
+        return self._packed[linear]
+
+    def _rows(self, rows: ParameterRows) -> torch.Tensor:
+        selected: torch.Tensor = rows_of(rows, self._read(rows.name))
+        return selected
+
+
+class RecurrenceSize(NamedTuple):
+    """How many elements the state of a recurrence has, and the inputs of one node."""
+
+    state: int
+    inputs: int
 
 
 class StackCompiler:
-    """Adds operations to `program`. `packed(linear)` gives a large weight in the kernels' layout.
+    """Adds operations to `program`. `packed(linear)` returns a packed weight.
 
-    Buffers: `x` is the residual stream, `normed` what a layer reads, `beside` what a feed-forward
-    beside attention or a router reads, `made` what a norm reads before it is added. `experts`: of
-    all layers that have some, with the bytes of one of them. `recurrences`: of all recurrent
-    layers. `kept`: what these hold addresses of.
+    Buffers: `x` is the residual stream, `normed` what a layer reads. `second_normed` is
+    what a feed-forward beside attention or a router reads, `result` what a norm reads before it is
+    added. `experts`: of
+    all layers that have some. `recurrences`: of all recurrent layers.
     """
 
     def __init__(
@@ -72,63 +86,109 @@ class StackCompiler:
         angles: AngleTable,
         width: int,
     ) -> None:
-        self.program, self.stack, self.packed, self.parameters = program, stack, packed, parameters
-        self.pages, self.angles, self.width = pages, angles, width
-        self.wide = pages.dtype is torch.float32
-        self.x, self.made = self.buffer("x", width, True), self.buffer("made", width, True)
-        self.normed, self.beside = self.buffer("normed", width), self.buffer("beside", width)
-        self.experts, self.recurrences = list[tuple[library.Experts, int]](), list[Recurrence]()
-        self.kept = list[Any]()
-        self._state = self._input = 0  # numbers of a state and of a node's inputs, so far
+        self.program, self.stack = program, stack
+        self.packed, self.parameters = packed, parameters
+        self.pages, self.angles = pages, angles
+        self.width, self.float32 = width, pages.dtype is torch.float32
+        self.x, self.result = self.buffer("x", width, True), self.buffer("result", width, True)
+        self.normed = self.buffer("normed", width)
+        self.second_normed = self.buffer("second normed", width)
+        self.experts, self.recurrences = list[library.Experts](), list[Recurrence]()
+        self._referenced = list[Any]()  # what structures hold addresses of
+        self._state_size = self._input_size = 0  # of all recurrences so far
 
     def buffer(self, name: str, width: int, float32: bool | None = None) -> Buffer:
         """Return the buffer of this name, in the format of rows if `float32` is None."""
-        return self.program.buffer(width, self.wide if float32 is None else float32, name)
+        return self.program.buffer(width, self.float32 if float32 is None else float32, name)
 
-    def norm(self, norm: Norm | None, source: Buffer, target: Buffer, **more: Any) -> None:
-        """Add a norm, or a copy where there is none. `more`: as of `Program.norm`."""
+    def address(self, tensor: torch.Tensor | None) -> int | None:
+        """Return where a tensor is, which stays alive as long as this; None for None."""
+        if tensor is None:
+            return None
+        self._referenced.append(tensor)
+        return tensor.data_ptr()
+
+    def keep(self, structure: Any) -> None:
+        """Keep alive what another structure holds the address of."""
+        self._referenced.append(structure)
+
+    def norm(
+        self,
+        norm: Norm | None,
+        source: Buffer,
+        target: Buffer,
+        *,
+        width: int | None = None,
+        source_column: int = 0,
+        column: int = 0,
+        gather: bool = False,
+        add: float | None = None,
+    ) -> None:
+        """Add a norm, or a copy of all columns where there is none.
+
+        The arguments by name are those of `Program.norm`.
+        """
         if norm is None:
             self.program.copy(source, target)
             return
-        bias = None if norm.bias is None else self.parameters(norm.bias)
-        how = {"bias": bias, "centred": norm.centred, **more}
-        self.program.norm(source, target, self.parameters.norm(norm), norm.epsilon, **how)
+        self.program.norm(
+            source,
+            target,
+            self.parameters.norm(norm),
+            norm.epsilon,
+            bias=None if norm.bias is None else self.parameters(norm.bias),
+            centred=norm.centred,
+            width=width,
+            source_column=source_column,
+            column=column,
+            gather=gather,
+            add=add,
+        )
 
-    def product(self, of: Linear, source: Buffer, target: Buffer, *how: int, **more: Any) -> None:
-        """Add a product. `how`, `more`: the epilogue and what else `Program.linear` takes."""
-        self.program.linear(self.packed(of), source, target, *how, **more)
+    def product(
+        self,
+        linear: Linear,
+        source: Buffer,
+        target: Buffer,
+        epilogue: int = library.STORE,
+        *,
+        activation: str | None = None,
+        scaling: float = 1.0,
+    ) -> None:
+        """Add a product. The arguments after `linear` are those of `Program.linear`."""
+        packed = self.packed(linear)
+        self.program.linear(
+            packed, source, target, epilogue, activation=activation, scaling=scaling
+        )
 
     def convolved(self, conv: BlockConv | None, source: Buffer) -> Buffer:
         """Return what a sublayer reads of normed rows: behind a convolution if there is one."""
         if conv is None:
             return source
-        shared = self.buffer("shared", self.packed(conv.shared).outputs, True)
-        self.product(conv.shared, source, shared)
+        self.product(conv.shared, source, self._coefficients(conv))
         target = self.buffer("convolved", source.width)
         self._convolve(conv, 0, source, target)
         return target
 
-    def _convolve(self, conv: BlockConv, which: int, source: Buffer, target: Buffer) -> None:
-        base = self.parameters(conv.base).view(2, conv.taps, -1)[which]
-        shared = self.buffer("shared", self.packed(conv.shared).outputs, True)
-        self.program.add(
-            library.CONVOLVE,
+    def _coefficients(self, conv: BlockConv) -> Buffer:
+        return self.buffer("shared", self.packed(conv.shared).outputs, True)
+
+    def _convolve(self, conv: BlockConv, index: int, source: Buffer, target: Buffer) -> None:
+        """Add convolution 0, of what a sublayer reads, or 1, of its result, to be added."""
+        self.program.convolve(
             source,
             target,
-            key=shared,
-            key_stride=shared.width,
-            key_head=which * conv.taps * (source.width // conv.group),
-            weight=base,
-            inputs=source.width,
-            heads=conv.taps,
-            kv_heads=conv.group,
-            outputs=conv.block,
-            epilogue=library.ADD if which == 1 else library.STORE,
+            self.parameters(conv.base).view(2, conv.taps, -1)[index],
+            self._coefficients(conv),
+            index * conv.taps * (source.width // conv.group),
+            group=conv.group,
+            block=conv.block,
+            add=index == 1,
         )
 
-    def add(
+    def add_to_stream(
         self,
-        of: Linear,
+        linear: Linear,
         source: Buffer,
         after: Norm | None,
         factor: float,
@@ -139,26 +199,23 @@ class StackCompiler:
         `conv`: the product's convolution.
         """
         if conv is not None:
-            self.product(of, source, self.made)
-            self._convolve(conv, 1, self.made, self.x)
+            self.product(linear, source, self.result)
+            self._convolve(conv, 1, self.result, self.x)
         elif after is None:
-            self.product(of, source, self.x, library.ADD, scaling=factor)
+            self.product(linear, source, self.x, library.ADD, scaling=factor)
         else:
-            self.product(of, source, self.made)
-            self.norm(after, self.made, self.x, add=factor)
+            self.product(linear, source, self.result)
+            self.norm(after, self.result, self.x, add=factor)
 
-    def recurrence(self, state: int, inputs: int, **fields: Any) -> Recurrence:
-        """Return a recurrence with so many numbers of a state, and inputs of one node.
-
-        `fields`: its others. In place of a tensor its address is taken.
-        """
+    def recur(
+        self, recurrence: Recurrence, size: RecurrenceSize, source: Buffer, target: Buffer
+    ) -> None:
+        """Add a recurrence, whose state and inputs follow those of the ones before it."""
         assert self.pages.state_shape is not None
-        for name, value in fields.items():
-            if isinstance(value, torch.Tensor):
-                self.kept.append(value)
-                fields[name] = value.data_ptr()
-        offsets = {"state": self._state, "input": self._input}
-        self._state, self._input = self._state + state, self._input + inputs
-        made = Recurrence(**offsets, inputs=self.pages.state_shape.inputs, **fields)
-        self.recurrences.append(made)
-        return made
+        recurrence.state = self._state_size
+        recurrence.input = self._input_size
+        recurrence.inputs = self.pages.state_shape.inputs
+        self._state_size += size.state
+        self._input_size += size.inputs
+        self.recurrences.append(recurrence)
+        self.program.recur(recurrence, source, target)

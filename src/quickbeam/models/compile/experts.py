@@ -1,11 +1,11 @@
-"""Feed-forwards of experts on the native kernels, and what stands beside the residual stream of
-some models: experts beside a dense feed-forward, and per-layer inputs (Gemma 4)."""
+"""Operations of experts, and of what stands beside the residual stream of some models.
+
+The latter are experts beside a dense feed-forward, and per-layer inputs (Gemma 4).
+"""
 
 from __future__ import annotations
 
 import ctypes
-
-import torch
 
 from quickbeam.models.compile.compiler import StackCompiler
 from quickbeam.models.native import library
@@ -13,114 +13,132 @@ from quickbeam.models.native.program import Buffer
 from quickbeam.models.native.quantised import Weight
 from quickbeam.models.stack import Experts, Linear, ParallelExperts, PerLayerInput, PerLayerInputs
 
-# fields that `Routing` and the kernels' structure `Experts` have alike
-ROUTING_FIELDS = (
-    *("top", "groups", "top_groups", "best_of_group", "renormalised"),
-    *("plus", "least", "factor", "jitter"),
-)
 
-
-def scoring(of: Experts) -> Linear:
-    """Return the logits of the chosen ones, then that of the shared one's weight if it has one."""
-    logits, gate = of.routing.logits, of.shared_gate
+def scoring(experts: Experts) -> Linear:
+    """Return the product of the router's logits, then that of the shared expert's if it has one."""
+    logits, gate = experts.routing.logits, experts.shared_gate
     if gate is None:
         return logits
     return Linear((*logits.weights, *gate.weights), (*logits.biases, *gate.biases))
 
 
 def add_experts(
-    c: StackCompiler, of: Experts, source: Buffer, target: Buffer, router: Buffer | None = None
+    c: StackCompiler,
+    experts: Experts,
+    source: Buffer,
+    target: Buffer,
+    router: Buffer | None = None,
 ) -> None:
-    """Add a feed-forward of experts. `target`: float32, which it overwrites. `router`: what the
-    router reads, the source if None."""
-    routing, packed = of.routing, [(c.packed(one.up), c.packed(one.down)) for one in of.all]
-    table = (library.Expert * len(packed))(
-        *(
-            library.Expert(*map(_address, (up.data, down.data, up.bias, down.bias)))
-            for up, down in packed
-        )
-    )
-    correction, scale = (
-        None if name is None else c.parameters(name) for name in (routing.correction, routing.scale)
-    )
-    (up, down), inner = packed[0], packed[0][1].inputs
-    shared = 0 if of.shared is None else packed[-1][1].inputs
-    struct = library.Experts(
+    """Add a feed-forward of experts.
+
+    `target`: float32, which it overwrites. `router`: what the router reads, the source if None.
+    """
+    routing, first = experts.routing, experts.chosen[0]
+    table = (library.Expert * len(experts.all))()
+    for entry, expert in zip(table, experts.all, strict=True):
+        up, down = c.packed(expert.up), c.packed(expert.down)
+        entry.up = c.address(up.data)
+        entry.down = c.address(down.data)
+        entry.up_bias = c.address(up.bias)
+        entry.down_bias = c.address(down.bias)
+    c.keep(table)
+    up, down = c.packed(first.up), c.packed(first.down)
+    last_up, last_down = c.packed(experts.all[-1].up), c.packed(experts.all[-1].down)
+    shared_inner = 0 if experts.shared is None else last_down.inputs
+    correction, scale = routing.correction, routing.scale
+    structure = library.Experts(
         expert=ctypes.addressof(table),
-        correction=_address(correction),
-        scale=_address(scale),
-        count=len(of.chosen),
-        inner=inner,
-        shared=shared,
-        gated=of.shared_gate is not None,
-        down_format=down.format,
-        shared_up=packed[-1][0].format,
-        shared_down=packed[-1][1].format,
+        correction=c.address(None if correction is None else c.parameters(correction)),
+        scale=c.address(None if scale is None else c.parameters(scale)),
+        count=len(experts.chosen),
+        top=routing.top,
+        inner=down.inputs,
+        shared=shared_inner,
+        groups=routing.groups,
+        top_groups=routing.top_groups,
+        best_of_group=routing.best_of_group,
         scores=library.SCORES.index(routing.scores),
-        **{name: getattr(routing, name) for name in ROUTING_FIELDS},
+        renormalised=routing.renormalised,
+        gated=experts.shared_gate is not None,
+        down_format=down.format,
+        shared_up=last_up.format,
+        shared_down=last_down.format,
+        plus=routing.plus,
+        least=routing.least,
+        factor=routing.factor,
+        jitter=routing.jitter,
     )
-    c.kept += [table, packed]
-    c.experts.append((struct, up.data.nbytes + down.data.nbytes))
-    exact, first = c.parameters.exact(scoring(of)), of.chosen[0]
+    c.experts.append(structure)
+    exact = c.parameters.exact(scoring(experts))
     scores = c.buffer("scores", exact.outputs, True)
     c.program.linear(exact, source if router is None else router, scores)
-    c.program.add(
-        library.EXPERTS,
+    c.program.experts(
+        structure,
         source,
         target,
-        inputs=source.width,
-        outputs=target.width,
-        format=up.format,
-        key=scores,
-        value=c.buffer("routes", 2 * routing.top, True),  # two numbers for each of its experts
-        best=c.buffer("inner", routing.top * inner + shared),  # side by side what they make
-        experts=struct,
-        first_expert=-1,
-        last_expert=struct.count + 1,
+        scores,
+        c.buffer("routes", 2 * routing.top, True),
+        c.buffer("inner", routing.top * down.inputs + shared_inner),
+        up_format=up.format,
         activation=first.activation,
-        softcap=first.limit,
-        scaling=first.slope,
+        limit=first.limit,
+        slope=first.slope,
     )
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def add_parallel_experts(c: StackCompiler, of: ParallelExperts) -> Buffer:
-    """Add experts to what the dense feed-forward made, and return the buffer of the sum."""
+def add_parallel_experts(c: StackCompiler, parallel: ParallelExperts) -> Buffer:
+    """Add experts to the dense feed-forward's result, and return the buffer of the sum."""
     both = c.buffer("both", c.width, True)
-    c.norm(of.dense_after, c.made, both)
-    c.norm(of.before, c.x, c.normed)
-    c.norm(of.router, c.x, c.beside)
-    add_experts(c, of.experts, c.normed, c.made, c.beside)
-    c.norm(of.after, c.made, both, add=1.0)
+    c.norm(parallel.dense_after, c.result, both)
+    c.norm(parallel.before, c.x, c.normed)
+    c.norm(parallel.router, c.x, c.second_normed)
+    add_experts(c, parallel.experts, c.normed, c.result, c.second_normed)
+    c.norm(parallel.after, c.result, both, add=1.0)
     return both
 
 
-def add_per_layer_inputs(c: StackCompiler, of: PerLayerInputs, table: Weight) -> None:
-    """Make the inputs of all layers from the tokens' embeddings, which the buffer `x` holds.
+def _inputs_of_all_layers(c: StackCompiler, per_layer: PerLayerInputs) -> Buffer:
+    return c.buffer("inputs", len(c.stack.layers) * per_layer.width, True)
 
-    `table`: the parameter `of.table`, which stays where it is.
+
+def add_per_layer_inputs(c: StackCompiler, per_layer: PerLayerInputs, table: Weight) -> None:
+    """Compute the inputs of all layers from the tokens' embeddings, which the buffer `x` holds.
+
+    `table`: the parameter `per_layer.table`, of which single rows are read.
     """
-    layers = len(c.stack.layers)
-    made, inputs = (c.buffer(name, layers * of.width, True) for name in ("made for all", "inputs"))
-    c.program.embed(table, inputs, scale=of.scale * of.mixed)
+    inputs = _inputs_of_all_layers(c, per_layer)
+    projected = c.buffer("projected inputs", inputs.width, True)
+    c.program.embed(table, inputs, scale=per_layer.scale * per_layer.mixed)
     c.program.copy(c.x, c.normed)
-    c.product(of.projection, c.normed, made, scaling=of.factor)
-    for i in range(layers):
-        at = i * of.width
-        c.norm(of.norm, made, inputs, width=of.width, of=at, column=at, add=of.mixed)
+    c.product(per_layer.projection, c.normed, projected, scaling=per_layer.factor)
+    width = per_layer.width
+    for column in range(0, inputs.width, width):
+        c.norm(
+            per_layer.norm,
+            projected,
+            inputs,
+            width=width,
+            source_column=column,
+            column=column,
+            add=per_layer.mixed,
+        )
 
 
-def add_per_layer_input(c: StackCompiler, of: PerLayerInput, i: int) -> None:
-    """Add what layer `i` does with its own to the residual stream."""
+def add_per_layer_input(c: StackCompiler, layer_input: PerLayerInput, i: int) -> None:
+    """Add what layer `i` does with its input to the residual stream."""
     assert c.stack.per_layer is not None
-    width, all_widths = c.stack.per_layer.width, c.stack.per_layer.width * len(c.stack.layers)
+    width = c.stack.per_layer.width
     gate, gated = c.buffer("gate", width, True), c.buffer("gated", width)
-    inputs = c.buffer("inputs", all_widths, True)
     c.program.copy(c.x, c.normed)
-    c.product(of.gate, c.normed, gate)
-    c.program.gate(inputs, gate, gated, 1, width, of=i * width, activation=of.activation)
-    c.product(of.out, gated, c.made)
-    c.norm(of.after, c.made, c.x, add=1.0)
+    c.product(layer_input.gate, c.normed, gate)
+    c.program.gate(
+        _inputs_of_all_layers(c, c.stack.per_layer),
+        gate,
+        gated,
+        1,
+        width,
+        source_column=i * width,
+        activation=layer_input.activation,
+    )
+    c.product(layer_input.out, gated, c.result)
+    c.norm(layer_input.after, c.result, c.x, add=1.0)

@@ -14,7 +14,7 @@ def add_fusion(c: StackCompiler, fusion: Fusion, states: Buffer, target: Buffer)
         normed = c.buffer("normed states", states.width)
         for i, norm in enumerate(fusion.norms):
             first = i * fusion.width
-            c.norm(norm, states, normed, width=fusion.width, of=first, column=first)
+            c.norm(norm, states, normed, width=fusion.width, source_column=first, column=first)
         states = normed
     if fusion.norm is not None:
         normed = c.buffer("normed together", states.width)
@@ -23,8 +23,8 @@ def add_fusion(c: StackCompiler, fusion: Fusion, states: Buffer, target: Buffer)
     if fusion.after is None:
         c.product(fusion.linear, states, target)
     else:
-        c.product(fusion.linear, states, c.made)
-        c.norm(fusion.after, c.made, target)
+        c.product(fusion.linear, states, c.result)
+        c.norm(fusion.after, c.result, target)
 
 
 def add_hidden_input(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from quickbeam.models.compile.compiler import StackCompiler
@@ -37,13 +35,15 @@ def _mix(c: StackCompiler, layer: Layer, i: int, source: Buffer | None) -> None:
         source = c.normed
         c.norm(layer.attention_before, c.x, source)
     if layer.parallel and layer.feed_forward_before is not None:
-        c.norm(layer.feed_forward_before, c.x, c.beside)
+        c.norm(layer.feed_forward_before, c.x, c.second_normed)
     if attention is not None:
         conv = None if layer.convs is None else layer.convs[0]
         attended = _attend(c, attention, i, c.convolved(conv, source))
-        c.add(attention.out, attended, after, layer.residual * attention.factor, conv)
+        c.add_to_stream(attention.out, attended, after, layer.residual * attention.factor, conv)
     if recurrent is not None:
-        c.add(recurrent.out, add_recurrent(c, recurrent), after, layer.residual * recurrent.factor)
+        c.add_to_stream(
+            recurrent.out, add_recurrent(c, recurrent), after, layer.residual * recurrent.factor
+        )
 
 
 def _attend(c: StackCompiler, of: Attention, i: int, source: Buffer) -> Buffer:
@@ -57,8 +57,16 @@ def _attend(c: StackCompiler, of: Attention, i: int, source: Buffer) -> Buffer:
     c.program.attend(query, attended, of.heads, shape, offset, *scores, sinks, of.bidirectional)
     if of.gated:
         dim, at = of.head_dim, (of.heads + 2 * of.kv_heads) * of.head_dim
-        how: dict[str, Any] = {"gates_of": at, "activation": "sigmoid", "one": of.one_gate}
-        c.program.gate(attended, qkv, attended, of.heads, dim, **how)
+        c.program.gate(
+            attended,
+            qkv,
+            attended,
+            of.heads,
+            dim,
+            gates_column=at,
+            one_gate=of.one_gate,
+            activation="sigmoid",
+        )
     return attended
 
 
@@ -82,113 +90,142 @@ def add_queries_and_keys(
 
 
 def _heads(
-    c: StackCompiler, of: Attention, qkv: Buffer, query: Buffer, shape: KVShape, offset: int
+    c: StackCompiler,
+    attention: Attention,
+    qkv: Buffer,
+    query: Buffer,
+    shape: KVShape,
+    offset: int,
 ) -> None:
-    """Add norms and angles of queries and keys.
-
-    The operation for heads has no biases of norms, so such norms are operations before it.
-    """
-    norms = of.norms
-    if norms is not None and (of.norm_all or norms[0].bias is not None):
-        first = 0
-        for norm, heads in zip(norms, (of.heads, of.kv_heads), strict=True):
-            width = heads * of.head_dim if of.norm_all else of.head_dim
-            last = first + heads * of.head_dim
-            for column in range(first, last, width):
-                c.norm(norm, qkv, qkv, width=width, of=column, column=column)
-            first = last
+    """Add norms and rotary angles of queries and keys, which go to `query` and to their pages."""
+    norms = attention.norms
+    if norms is not None and (attention.norm_all or norms[0].bias is not None):
+        _norm_heads(c, attention, qkv)
         norms = None
+    norm_weights = None
+    if norms is not None:
+        norm_weights = [_norm_weight(c, norm, attention.head_dim) for norm in norms]
+    rotary = attention.rotary
     c.program.heads(
         qkv,
         query,
-        of.heads,
+        attention.heads,
         shape,
         offset,
-        None if norms is None else [_weight(c, norm, of.head_dim) for norm in norms],
+        norm_weights,
         0.0 if norms is None else norms[0].epsilon,
         centred=norms is not None and norms[0].centred,
-        norm_last=of.norm_last,
-        rotary=0 if of.rotary is None else of.rotary_dim,
-        angles=0 if of.rotary is None else c.angles.columns[of.rotary],
-        interleaved=of.rotary is not None and of.rotary.interleaved,
-        query_scale=None if of.query_scale is None else c.angles.end,
-        value_norm=of.value_norm,
-        values_are_keys=of.values_are_keys,
-        borrowed=of.source is not None,
+        norm_last=attention.norm_last,
+        rotary=0 if rotary is None else attention.rotary_dim,
+        angles=0 if rotary is None else c.angles.columns[rotary],
+        interleaved=rotary is not None and rotary.interleaved,
+        query_scale=None if attention.query_scale is None else c.angles.end,
+        value_norm=attention.value_norm,
+        values_are_keys=attention.values_are_keys,
+        borrowed=attention.source is not None,
     )
 
 
-def _weight(c: StackCompiler, norm: Norm, width: int) -> torch.Tensor:
+def _norm_heads(c: StackCompiler, attention: Attention, qkv: Buffer) -> None:
+    """Add norms of queries and keys that the operation for heads can't do.
+
+    It has no biases, and no norms of all heads together.
+    """
+    assert attention.norms is not None
+    column = 0
+    for norm, heads in zip(attention.norms, (attention.heads, attention.kv_heads), strict=True):
+        end = column + heads * attention.head_dim
+        width = end - column if attention.norm_all else attention.head_dim
+        while column < end:
+            c.norm(norm, qkv, qkv, width=width, source_column=column, column=column)
+            column += width
+
+
+def _norm_weight(c: StackCompiler, norm: Norm, width: int) -> torch.Tensor:
     weight = c.parameters.norm(norm)
     return torch.ones(width) if weight is None else weight
 
 
 def _latent(
     c: StackCompiler,
-    of: Attention,
+    attention: Attention,
     latent: Latent,
-    small: Buffer,
+    down: Buffer,
     query: Buffer,
     shape: KVShape,
     offset: int,
 ) -> None:
-    """Add queries, keys and values of a latent attention; `small` is what its product gave."""
-
-    def product(norm: Norm, up: Linear, first: int, name: str) -> Buffer:
-        """Add a norm of columns `first` on and the product behind it. Returns its results."""
-        inputs, outputs = c.packed(up).inputs, c.packed(up).outputs
-        normed, made = c.buffer(f"{name} before", inputs), c.buffer(name, outputs, True)
-        c.norm(norm, small, normed, width=inputs, of=first)
-        c.product(up, normed, made)
-        return made
-
-    assert of.rotary is not None
-    before, queries = of.heads * of.head_dim, small
+    """Add queries, keys and values of a latent attention; `down` is its first product's result."""
+    assert attention.rotary is not None
+    queries, kv_column = down, attention.heads * attention.head_dim
     if latent.query is not None:
-        before = c.packed(latent.query[1]).inputs
-        queries = product(*latent.query, 0, "queries")
-    rest = product(latent.norm, latent.up, before, "rest")  # what doesn't turn of keys, and values
-    c.program.add(
-        library.LATENT,
+        norm, up = latent.query
+        queries, kv_column = _add_up_projection(c, norm, up, down, 0, "queries")
+    # the keys' parts that are not rotated, and values
+    keys_and_values, rotated_column = _add_up_projection(
+        c, latent.norm, latent.up, down, kv_column, "keys and values"
+    )
+    c.program.latent(
         queries,
         query,
-        key=rest,
-        key_stride=rest.width,
-        value=small,
-        value_stride=small.width,
-        value_head=before + latent.rank,  # from there on, what turns of all heads' keys
-        heads=of.heads,
-        **shape.fields(offset),
-        rotary=of.rotary_dim,
-        angles=c.angles.columns[of.rotary],
-        interleaved=of.rotary.interleaved,
+        keys_and_values,
+        down,
+        rotated_column,
+        attention.heads,
+        shape,
+        offset,
+        rotary=attention.rotary_dim,
+        angles=c.angles.columns[attention.rotary],
+        interleaved=attention.rotary.interleaved,
     )
 
 
+def _add_up_projection(
+    c: StackCompiler, norm: Norm, up: Linear, down: Buffer, column: int, name: str
+) -> tuple[Buffer, int]:
+    """Add a norm of a latent vector, which begins at `column`, and its up projection.
+
+    Returns the buffer `name` of the results, and the column where the vector ends.
+    """
+    packed = c.packed(up)
+    normed = c.buffer(f"latent {name}", packed.inputs)
+    target = c.buffer(name, packed.outputs, True)
+    c.norm(norm, down, normed, width=packed.inputs, source_column=column)
+    c.product(up, normed, target)
+    return target, column + packed.inputs
+
+
 def _feed(c: StackCompiler, layer: Layer) -> None:
-    of, after, factor = layer.feed_forward, layer.feed_forward_after, layer.residual
-    source = c.normed
-    if of is None:
+    """Add the feed-forward, and add its result to the residual stream."""
+    feed_forward = layer.feed_forward
+    after, factor = layer.feed_forward_after, layer.residual
+    if feed_forward is None:
         return
+    source = c.normed
     if not layer.parallel:
         c.norm(layer.feed_forward_before, c.x, c.normed)
     elif layer.feed_forward_before is not None:
-        source = c.beside
-    if isinstance(of, Experts):
-        add_experts(c, of, source, c.made)
+        source = c.second_normed
+    if isinstance(feed_forward, Experts):
+        add_experts(c, feed_forward, source, c.result)
         if after is None:
-            c.program.copy(c.made, c.x, add=True, scale=factor)
+            c.program.copy(c.result, c.x, add=True, scale=factor)
         else:
-            c.norm(after, c.made, c.x, add=factor)
+            c.norm(after, c.result, c.x, add=factor)
         return
     conv = None if layer.convs is None else layer.convs[1]
     source = c.convolved(conv, source)
-    inner = c.buffer("inner", c.packed(of.down).inputs)
-    epilogue = library.GATED if of.gated else library.ACTIVATE
-    how = {"activation": of.activation, "scaling": of.gate_scale}
-    c.product(of.up, source, inner, epilogue, **how)
+    inner = c.buffer("inner", c.packed(feed_forward.down).inputs)
+    c.product(
+        feed_forward.up,
+        source,
+        inner,
+        library.GATED if feed_forward.gated else library.ACTIVATE,
+        activation=feed_forward.activation,
+        scaling=feed_forward.gate_scale,
+    )
     if layer.parallel_experts is None or after is None:
-        c.add(of.down, inner, after, factor * of.factor, conv)
+        c.add_to_stream(feed_forward.down, inner, after, factor * feed_forward.factor, conv)
         return
-    c.product(of.down, inner, c.made)
+    c.product(feed_forward.down, inner, c.result)
     c.norm(after, add_parallel_experts(c, layer.parallel_experts), c.x, add=factor)

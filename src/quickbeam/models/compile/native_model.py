@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from quickbeam.errors import InvalidInput
 from quickbeam.models.base import (
     CHUNK,
     STREAMED_CHUNK,
@@ -27,18 +26,19 @@ from quickbeam.models.base import (
 from quickbeam.models.compile.compiled_stack import CompiledStack, kv_shapes
 from quickbeam.models.compile.recurrent import state_shape
 from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.pages import PagedStore, PagePool
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.stack import Stack
-from quickbeam.models.weights.packed_file import WeightFile
+from quickbeam.models.weights.packed_file import PackedFile
 from quickbeam.models.weights.parameters import Parameters, linears
 
 DTYPES = (torch.bfloat16, torch.float32)
 
 
 def no_kernels_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Say why there are no native kernels for such numbers on a device; empty where there are.
+    """Say why there are no native kernels for a dtype on a device; empty where there are.
 
     Raises `InvalidInput` where the environment asks for kernels that can't be had.
     """
@@ -49,37 +49,48 @@ def no_kernels_for(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
-def why_not_native(parameters: Parameters, stack: Stack, device: torch.device) -> str:
-    """Say why the native kernels can't run a model; empty where they can. Raises as above."""
-    if reason := no_kernels_for(device, parameters.dtype):
-        return reason
-    if parameters.dtype is torch.bfloat16:
-        for weight in (one for linear, _ in linears(stack) for one in linear.weights):
-            inputs = parameters.shape(weight.name)[-2 if weight.transposed else -1]
+def kernels_for(
+    parameters: Parameters, stack: Stack, device: torch.device
+) -> tuple[Kernels | None, str]:
+    """Return the native kernels if they can run a model; else None and the reason.
+
+    Raises as `no_kernels_for` does.
+    """
+    reason = no_kernels_for(device, parameters.dtype)
+    if not reason and parameters.dtype is torch.bfloat16:
+        reason = _odd_inputs(parameters, stack)
+    return (None if reason else library.kernels()), reason
+
+
+def _odd_inputs(parameters: Parameters, stack: Stack) -> str:
+    """Name a weight with an odd number of inputs; empty where there is none."""
+    for linear, _ in linears(stack):
+        for rows in linear.weights:
+            inputs = parameters.shape(rows.name)[-2 if rows.transposed else -1]
             if inputs % 2:
-                return f"{weight.name} has an odd number of inputs"
+                return f"{rows.name} has an odd number of inputs"
     return ""
 
 
 def list_rows(batch: Batch) -> RowList:
-    """Return the rows of a batch as the kernels take them. Raises `NoRoom`."""
-    listed = RowList()
+    """Return the rows of a batch as the kernels take them. Raises `OutOfPages`."""
+    rows = RowList()
     for part in batch.parts:
         assert isinstance(part.cache, PagedStore)
         if isinstance(part, Draft):
-            part.cache.add_tree(listed, part.tree, part.base)
+            part.cache.add_tree(rows, part.tree, part.base)
         elif isinstance(part, Block):
-            part.cache.add_block(listed, part.rows)
+            part.cache.add_block(rows, part.rows)
         else:
-            part.cache.add_chain(listed, part.tokens, range(part.rows - part.wanted, part.rows))
-    return listed
+            part.cache.add_chain(rows, part.tokens, range(part.rows - part.wanted, part.rows))
+    return rows
 
 
 class NativeModel(Model):
     """Runs a model that is described by `stack`, with its `parameters`.
 
     `weights`: the format of all linear layers' weights, `bfloat16` (as they come), `int8` or
-    `int4`. With `int4`, the head has 8 bits. `kept` and `memory`: as of `CompiledStack`.
+    `int4`. With `int4`, the head has 8 bits. `packed_file` and `memory`: as of `CompiledStack`.
     """
 
     exact = True
@@ -88,21 +99,19 @@ class NativeModel(Model):
         self,
         parameters: Parameters,
         stack: Stack,
+        kernels: Kernels,
         *,
         chunk: int = CHUNK,
         weights: str = BFLOAT16,
-        kept: WeightFile | None = None,
+        packed_file: PackedFile | None = None,
         memory: int | None = None,
     ) -> None:
-        kernels = library.kernels()
-        if kernels is None:
-            raise InvalidInput(f"no native kernels: {library.describe()}")
         self.weights, self.chunk = weights, chunk
         vocab_size, dtype = parameters.shape(stack.head.weights[0].name)[0], parameters.dtype
         with torch.inference_mode():
             pages = PagePool(kv_shapes(stack), kernels, None, dtype, state_shape(stack))
             super().__init__(parameters.config, dtype, torch.device("cpu"), vocab_size, pages)
-            self._compiled = CompiledStack(parameters, stack, pages, weights, kept, memory)
+            self._compiled = CompiledStack(parameters, stack, pages, weights, packed_file, memory)
             if self._compiled.disk is not None:
                 self.streamed = self._compiled.disk
                 self.chunk, self.mixed_chunk = STREAMED_CHUNK, STREAMED_CHUNK // 4
@@ -111,10 +120,11 @@ class NativeModel(Model):
 
     @inference
     def forward(self, batch: Batch) -> list[Passed]:
-        listed, run = list_rows(batch), self._compiled
-        logits = run(listed)
-        self.experts_read = run.experts_read
-        return split(batch.parts, logits, run.hidden if run.watched else None, run.best)
+        compiled = self._compiled
+        logits = compiled(list_rows(batch))
+        self.experts_read = compiled.experts_read
+        hidden = compiled.hidden if compiled.aux_layers else None
+        return split(batch.parts, logits, hidden, compiled.best)
 
     @property
     def embedding(self) -> nn.Module:
@@ -124,10 +134,12 @@ class NativeModel(Model):
     def head(self) -> nn.Module:
         return self._compiled.head
 
-    def watch(self, layers: Sequence[int]) -> None:
+    def set_aux_layers(self, layers: Sequence[int]) -> None:
         check_layers(layers, self.config.num_hidden_layers)
-        self._compiled.watch(layers)
+        self._compiled.set_aux_layers(layers)
 
     def describe(self) -> str:
-        kinds = [*sorted(self._compiled.stored), *([self.weights] * (self.weights != BFLOAT16))]
-        return f"native ({', '.join([self._kernels.name, *kinds])})"
+        formats = sorted(self._compiled.block_formats)
+        if self.weights != BFLOAT16:
+            formats.append(self.weights)
+        return f"native ({', '.join([self._kernels.name, *formats])})"

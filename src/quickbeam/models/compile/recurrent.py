@@ -4,112 +4,141 @@ from __future__ import annotations
 
 import torch
 
-from quickbeam.models.compile.compiler import StackCompiler
+from quickbeam.models.compile.compiler import RecurrenceSize, StackCompiler
 from quickbeam.models.native import library
+from quickbeam.models.native.library import Recurrence
 from quickbeam.models.native.operands import BLOCK
 from quickbeam.models.native.pages import StateShape
 from quickbeam.models.native.program import Buffer
 from quickbeam.models.stack import LinearAttention, Recurrent, ShortConv, Stack
 
 
-def add_recurrent(c: StackCompiler, of: Recurrent) -> Buffer:
+def add_recurrent(c: StackCompiler, layer: Recurrent) -> Buffer:
     """Add a recurrent layer up to its last product, and return what that reads."""
-    source = c.buffer("qkv", c.packed(of.into).outputs, True)
-    target = c.buffer("recurred", c.packed(of.out).inputs)
-    c.product(of.into, c.normed, source)
-    if isinstance(of, ShortConv):
-        b, conv, x = 0, of.channels, 2 * of.channels
-        _convolution(c, of, source, target, column=x, gate=b, gate_out=conv)
+    source = c.buffer("qkv", c.packed(layer.into).outputs, True)
+    target = c.buffer("recurred", c.packed(layer.out).inputs)
+    c.product(layer.into, c.normed, source)
+    if isinstance(layer, ShortConv):
+        _add_short_conv(c, layer, source, target)
     else:
-        _matrices(c, of, source, target)
+        _add_linear_attention(c, layer, source, target)
     return target
 
 
-def _convolution(
-    c: StackCompiler,
-    of: Recurrent,
-    source: Buffer,
-    target: Buffer,
-    scales: torch.Tensor | None = None,
-    **fields: int,
-) -> None:
-    """Add a convolution, whose weight is taken times `scales` `[channels]`."""
-    weight = c.parameters(of.weight).view(of.channels, of.taps).t().contiguous()
-    made = c.recurrence(
-        *_sizes(of)[0],
+def _add_short_conv(c: StackCompiler, layer: ShortConv, source: Buffer, target: Buffer) -> None:
+    """Add a convolution of b * x times c; the source holds b, c and x side by side."""
+    convolution = Recurrence(
         kind=library.CONVOLUTION,
-        channels=of.channels,
-        taps=of.taps,
-        weight=weight if scales is None else weight * scales,
-        bias=None if of.bias is None else c.parameters(of.bias),
-        **fields,
+        channels=layer.channels,
+        taps=layer.taps,
+        weight=c.address(_taps(c, layer)),
+        bias=c.address(None if layer.bias is None else c.parameters(layer.bias)),
+        gate=0,
+        gate_out=layer.channels,
+        column=2 * layer.channels,
     )
-    c.program.add(library.RECUR, source, target, weight=made)
+    c.recur(convolution, convolution_size(layer), source, target)
 
 
-def _matrices(c: StackCompiler, of: LinearAttention, source: Buffer, target: Buffer) -> None:
-    """Add the recurrences of a convolution and of the heads, and gates and norm behind them."""
-    keys, values = of.key_heads * of.key_dim, of.heads * of.value_dim
-    mixed, scales = c.program.buffer(of.channels + 2 * of.heads, True), None
-    if not of.delta:  # the convolution is linear, so that its weight takes the scales
-        scales = torch.tensor(of.scales).repeat_interleave(torch.tensor([values, keys, keys]))
-    _convolution(c, of, source, mixed, scales, gate=-1, gate_out=-1, activated=1)
-    # where queries, keys and values begin in what is convolved
-    query, key, value = (0, keys, 2 * keys) if of.delta else (values + keys, values, 0)
-    # of the delta rule, keys, values and factors are a node's inputs; else all but the queries,
-    # which stand between them
-    kept = key if of.delta else 0
-    rate = of.channels + values
-    heads = c.recurrence(
-        *_sizes(of)[1],
-        kind=library.DELTA_RULE if of.delta else library.STATE_SPACE,
-        heads=of.heads,
-        key_heads=of.key_heads,
-        alike=1 if of.tiled else of.heads // of.key_heads,
-        key_dim=of.key_dim,
-        value_dim=of.value_dim,
+def _taps(c: StackCompiler, layer: Recurrent) -> torch.Tensor:
+    """Return a convolution's weight as `[taps, channels]`."""
+    return c.parameters(layer.weight).view(layer.channels, layer.taps).t().contiguous()
+
+
+def _add_linear_attention(
+    c: StackCompiler, layer: LinearAttention, source: Buffer, target: Buffer
+) -> None:
+    """Add the convolution, the heads' recurrence, and gates and norm behind them."""
+    keys, values = layer.key_heads * layer.key_dim, layer.heads * layer.value_dim
+    mixed = c.program.buffer(layer.channels + 2 * layer.heads, True)
+
+    # queries, keys and values behind a convolution
+    weight = _taps(c, layer)
+    if not layer.delta:  # the convolution is linear, so that its weight takes the scales
+        sizes = torch.tensor([values, keys, keys])
+        weight = weight * torch.tensor(layer.scales).repeat_interleave(sizes)
+    convolution = Recurrence(
+        kind=library.CONVOLUTION,
+        channels=layer.channels,
+        taps=layer.taps,
+        weight=c.address(weight),
+        bias=c.address(None if layer.bias is None else c.parameters(layer.bias)),
+        gate=-1,
+        gate_out=-1,
+        activated=1,
+    )
+    c.recur(convolution, convolution_size(layer), source, mixed)
+
+    # the heads' matrices: where queries, keys, values and a node's inputs begin
+    if layer.delta:  # queries, keys, values; a node's inputs are all but the queries
+        query = 0
+        key = inputs_begin = keys
+        value = 2 * keys
+    else:  # values, keys, queries; the queries are among the inputs, as factors come behind them
+        value = inputs_begin = 0
+        key = values
+        query = values + keys
+    rate = layer.channels + values
+    heads = Recurrence(
+        kind=library.DELTA_RULE if layer.delta else library.STATE_SPACE,
+        heads=layer.heads,
+        key_heads=layer.key_heads,
+        alike=1 if layer.tiled else layer.heads // layer.key_heads,
+        key_dim=layer.key_dim,
+        value_dim=layer.value_dim,
         query=query,
         key=key,
         value=value,
-        factors=of.channels,
-        kept=kept,
-        kept_count=of.channels + 2 * of.heads - kept,
+        factors=layer.channels,
+        kept=inputs_begin,
+        kept_count=layer.channels + 2 * layer.heads - inputs_begin,
         rate=rate,
-        decay=rate + (of.heads if of.delta else 0),
-        slope=-c.parameters(of.log_slope).exp(),
-        shift=c.parameters(of.shift),
-        skip=None if of.skip is None else c.parameters(of.skip),
-        least=of.least,
-        most=of.most,
-        step_scale=of.step_scale,
+        decay=rate + (layer.heads if layer.delta else 0),
+        slope=c.address(-c.parameters(layer.log_slope).exp()),
+        shift=c.address(c.parameters(layer.shift)),
+        skip=c.address(None if layer.skip is None else c.parameters(layer.skip)),
+        least=layer.least,
+        most=layer.most,
+        step_scale=layer.step_scale,
     )
-    c.program.add(library.RECUR, source, mixed, weight=heads)
+    c.recur(heads, matrices_size(layer), source, mixed)
+
     c.program.gate(
         mixed,
         source,
         target,
-        of.groups,
-        values // of.groups,
-        of=value,
-        gates_of=of.channels,
-        scaling=of.gate_scale,
-        weight=None if of.norm is None else c.parameters.norm(of.norm),
-        epsilon=0.0 if of.norm is None else of.norm.epsilon,
-        norm_last=of.norm_last,
+        layer.groups,
+        values // layer.groups,
+        source_column=value,
+        gates_column=layer.channels,
+        scaling=layer.gate_scale,
+        weight=None if layer.norm is None else c.parameters.norm(layer.norm),
+        epsilon=0.0 if layer.norm is None else layer.norm.epsilon,
+        norm_last=layer.norm_last,
     )
 
 
-def _sizes(of: Recurrent) -> list[tuple[int, int]]:
-    """Return the numbers of the state, and of a node's inputs, of each of its recurrences."""
-    convolved = (of.taps - 1) * of.channels, of.channels
-    if isinstance(of, ShortConv):
-        return [convolved]
-    matrix = of.key_dim * -(-of.value_dim // BLOCK) * BLOCK
-    queries = of.key_heads * of.key_dim if of.delta else 0
-    return [convolved, (of.heads * matrix, of.channels + 2 * of.heads - queries)]
+def convolution_size(layer: Recurrent) -> RecurrenceSize:
+    """Return the size of a layer's convolution: the state holds all taps but the last."""
+    return RecurrenceSize(state=(layer.taps - 1) * layer.channels, inputs=layer.channels)
+
+
+def matrices_size(layer: LinearAttention) -> RecurrenceSize:
+    """Return the size of the heads' matrices, whose values are padded to whole blocks."""
+    matrix = layer.key_dim * -(-layer.value_dim // BLOCK) * BLOCK
+    queries = layer.key_heads * layer.key_dim if layer.delta else 0
+    return RecurrenceSize(
+        state=layer.heads * matrix, inputs=layer.channels + 2 * layer.heads - queries
+    )
 
 
 def state_shape(stack: Stack) -> StateShape | None:
     """Return what the recurrent layers keep of a sequence; None where there are none."""
-    sizes = [size for of in stack.recurrents for size in _sizes(of)]
-    return StateShape(sum(s for s, _ in sizes), sum(i for _, i in sizes)) if sizes else None
+    sizes = list[RecurrenceSize]()
+    for layer in stack.recurrents:
+        sizes.append(convolution_size(layer))
+        if isinstance(layer, LinearAttention):
+            sizes.append(matrices_size(layer))
+    if not sizes:
+        return None
+    return StateShape(sum(size.state for size in sizes), sum(size.inputs for size in sizes))

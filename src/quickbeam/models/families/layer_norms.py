@@ -29,9 +29,9 @@ from quickbeam.models.stack import (
     Layer,
     Linear,
     Norm,
+    ParameterRows,
     Rotary,
     Stack,
-    Tensor,
 )
 
 # sizes that the weights have, defaults of pipelines, and settings of another head
@@ -135,7 +135,7 @@ def _by_head(module: str, heads: int, bias: bool = True) -> Linear:
     """Return a module's queries, keys and values, of which each head's stand one after the
     other."""
     weights, biases = (
-        tuple(Tensor(f"{module}.{kind}", part, 3, heads) for part in range(3))
+        tuple(ParameterRows(f"{module}.{kind}", part, 3, heads) for part in range(3))
         for kind in ("weight", "bias")
     )
     return Linear(weights, biases if bias else ())
@@ -187,7 +187,7 @@ def codegen(c: Config) -> Stack:
 
     def qkv(at: str) -> Linear:
         name = f"{at}.qkv_proj.weight"
-        query, value, key = (Tensor(name, part, 3, heads=4) for part in range(3))
+        query, value, key = (ParameterRows(name, part, 3, heads=4) for part in range(3))
         return Linear((query, key, value))
 
     return _gptj(c, qkv)
@@ -246,9 +246,9 @@ def falcon(c: Config) -> Stack:
     c.ignore("num_kv_heads multi_query num_ln_in_parallel_attn")  # where others say it
     queries = heads // kv_heads * dim  # rows that share a key
 
-    def rows(name: str) -> tuple[Tensor, ...]:
+    def rows(name: str) -> tuple[ParameterRows, ...]:
         ends = (0, queries, queries + dim, queries + 2 * dim)
-        return tuple(Tensor(name, heads=kv_heads, cut=cut) for cut in pairwise(ends))
+        return tuple(ParameterRows(name, heads=kv_heads, cut=cut) for cut in pairwise(ends))
 
     def layer(i: int) -> Layer:
         at = f"{inside}.{i}"

@@ -26,8 +26,8 @@ from quickbeam.models.stack import (
     Linear,
     LinearAttention,
     Norm,
+    ParameterRows,
     Stack,
-    Tensor,
 )
 
 BEFORE: Names = ("input_layernorm", "pre_ff_layernorm")
@@ -46,8 +46,8 @@ def mixer(at: str, sizes: tuple[int, int, int, int], biased: bool, **more: Any) 
         raise NotDescribed(f"a state of {state} numbers")
     cuts = ((inner, inner + channels), (0, inner), (inner + channels, inner + channels + heads))
 
-    def rows(kind: str) -> tuple[Tensor, ...]:
-        return tuple(Tensor(f"{at}.in_proj.{kind}", cut=cut) for cut in cuts)
+    def rows(kind: str) -> tuple[ParameterRows, ...]:
+        return tuple(ParameterRows(f"{at}.in_proj.{kind}", cut=cut) for cut in cuts)
 
     fields: dict[str, Any] = {
         "into": Linear(rows("weight"), rows("bias") if biased else ()),

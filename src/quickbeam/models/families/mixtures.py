@@ -23,10 +23,10 @@ from quickbeam.models.stack import (
     Layer,
     Linear,
     Norm,
+    ParameterRows,
     Rotary,
     Routing,
     Stack,
-    Tensor,
 )
 
 
@@ -194,14 +194,16 @@ def gpt_oss(c: Config) -> Stack:
     c.ignore("hidden_act experts_per_token initial_context_length")
 
     def expert(at: str, n: int) -> FeedForward:
-        def pair(name: str) -> tuple[Tensor, ...]:
+        def pair(name: str) -> tuple[ParameterRows, ...]:
             inner = c.intermediate_size
-            return tuple(Tensor(name, k, 2, inner, transposed=True, expert=n) for k in (0, 1))
+            return tuple(
+                ParameterRows(name, k, 2, inner, transposed=True, expert=n) for k in (0, 1)
+            )
 
-        down = Tensor(f"{at}.down_proj", transposed=True, expert=n)
+        down = ParameterRows(f"{at}.down_proj", transposed=True, expert=n)
         return FeedForward(
             Linear(pair(f"{at}.gate_up_proj"), pair(f"{at}.gate_up_proj_bias")),
-            Linear((down,), (Tensor(f"{at}.down_proj_bias", expert=n),)),
+            Linear((down,), (ParameterRows(f"{at}.down_proj_bias", expert=n),)),
             "clamped",
             True,
             limit=float(c.swiglu_limit),

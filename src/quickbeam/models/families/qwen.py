@@ -25,10 +25,10 @@ from quickbeam.models.stack import (
     Linear,
     LinearAttention,
     Norm,
+    ParameterRows,
     Rotary,
     Routing,
     Stack,
-    Tensor,
 )
 
 
@@ -105,9 +105,14 @@ def _gated_attention(c: Config, i: int) -> Attention:
     """Each head's rows of `q_proj` are its query and its gate."""
     at, heads = f"model.layers.{i}.self_attn", c.num_attention_heads
 
-    def rows(kind: str) -> tuple[Tensor, ...]:
-        query, gate = (Tensor(f"{at}.q_proj.{kind}", part, 2, heads) for part in (0, 1))
-        return query, Tensor(f"{at}.k_proj.{kind}"), Tensor(f"{at}.v_proj.{kind}"), gate
+    def rows(kind: str) -> tuple[ParameterRows, ...]:
+        query, gate = (ParameterRows(f"{at}.q_proj.{kind}", part, 2, heads) for part in (0, 1))
+        return (
+            query,
+            ParameterRows(f"{at}.k_proj.{kind}"),
+            ParameterRows(f"{at}.v_proj.{kind}"),
+            gate,
+        )
 
     qkv = Linear(rows("weight"), rows("bias") if c.attention_bias else ())
     norms = head_norms(c, i, plus_one=True)
@@ -119,7 +124,7 @@ def _delta(c: Config, at: str, apart: bool) -> LinearAttention:
     key, value = c.linear_key_head_dim, c.linear_value_head_dim
     if c.hidden_act != "silu" or key % 4:
         raise NotDescribed(f"a gated delta rule with {c.hidden_act} and keys of {key} numbers")
-    both = tuple(Tensor(f"{at}.in_proj_ba.weight", part, 2, keys) for part in (0, 1))
+    both = tuple(ParameterRows(f"{at}.in_proj_ba.weight", part, 2, keys) for part in (0, 1))
     if apart:
         into = tensors(*(f"{at}.in_proj_{name}" for name in ("qkv", "z", "b", "a")))
     elif c.get("gates_apart"):  # in .gguf files
@@ -127,7 +132,10 @@ def _delta(c: Config, at: str, apart: bool) -> LinearAttention:
     else:  # of each key head: its query, its key, its heads' values, and their gates; rates, decays
         each = heads // keys
         edges = (0, key, 2 * key, 2 * key + each * value, 2 * key + 2 * each * value)
-        cuts = (Tensor(f"{at}.in_proj_qkvz.weight", heads=keys, cut=cut) for cut in pairwise(edges))
+        cuts = (
+            ParameterRows(f"{at}.in_proj_qkvz.weight", heads=keys, cut=cut)
+            for cut in pairwise(edges)
+        )
         into = Linear((*cuts, *both))
     return LinearAttention(
         into,

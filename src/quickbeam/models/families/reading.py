@@ -17,11 +17,11 @@ from quickbeam.models.stack import (
     Layer,
     Linear,
     Norm,
+    ParameterRows,
     Recurrent,
     Rotary,
     Routing,
     Stack,
-    Tensor,
 )
 
 TOKENS = ("_token_id", "_token_ids", "_token_index")  # how the names of special tokens end
@@ -183,14 +183,16 @@ def check_count(count: Any, what: str) -> None:
 def tensors(*modules: str, bias: bool = False, transposed: bool = False) -> Linear:
     """Return the stacked weights, and biases, of modules."""
     return Linear(
-        tuple(Tensor(f"{name}.weight", transposed=transposed) for name in modules),
-        tuple(Tensor(f"{name}.bias") for name in modules) if bias else (),
+        tuple(ParameterRows(f"{name}.weight", transposed=transposed) for name in modules),
+        tuple(ParameterRows(f"{name}.bias") for name in modules) if bias else (),
     )
 
 
 def halves(module: str) -> Linear:
     """Return the two halves of one module's weight, the first as gates."""
-    return Linear((Tensor(f"{module}.weight", 0, 2), Tensor(f"{module}.weight", 1, 2)))
+    return Linear(
+        (ParameterRows(f"{module}.weight", 0, 2), ParameterRows(f"{module}.weight", 1, 2))
+    )
 
 
 def rms(c: Config, module: str, plus_one: bool = False) -> Norm:
@@ -306,8 +308,8 @@ def experts(
     at = f"model.layers.{i}.{name}.experts" if name else f"model.layers.{i}.experts"
 
     def one(n: int) -> FeedForward:
-        up = (Tensor(f"{at}.gate_up_proj", k, 2, expert=n) for k in (0, 1))
-        down = Linear((Tensor(f"{at}.down_proj", expert=n),))
+        up = (ParameterRows(f"{at}.gate_up_proj", k, 2, expert=n) for k in (0, 1))
+        down = Linear((ParameterRows(f"{at}.down_proj", expert=n),))
         return FeedForward(Linear(tuple(up)), down, activation(act or c.hidden_act), True)
 
     return Experts(routing, tuple(one(n) for n in range(count)), **more)

@@ -31,14 +31,14 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SHIPPED = HERE / "lib"  # libraries that a wheel brings
 CPUINFO = Path("/proc/cpuinfo")
-ROOM = 16 << 20  # bytes that compiling a library may take; the last step would miss them
+FREE_BYTES = 16 << 20  # on the disk, which compiling a library may take
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "-fvisibility=hidden",  # what libraries of several sets have in a process is their own
+    "-fvisibility=hidden",  # libraries of several sets in a process don't share symbols
     "-ffp-contract=off",
     "-fno-math-errno",
-    "-fno-trapping-math",  # a choice between two numbers may become lanes
+    "-fno-trapping-math",  # a choice between two numbers may be vectorised
     "-Wno-maybe-uninitialized",
 )
 _ZMM = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
@@ -56,7 +56,7 @@ SETS: dict[str, tuple[str, ...]] = {  # flags to compile each set with, a platfo
     "neon": ("-DQB_NEON",),
     "plain": (),
 }
-# with a set's own instructions made of others, for tests on machines without them
+# sets whose own instructions are emulated by others, for tests on machines without them
 EMULATED: dict[str, tuple[str, ...]] = {
     "amx-emulated": ("-DQB_AMX", "-DQB_AMX_EMULATED", *SETS["avx512bf16"][1:]),
     "avxvnni-emulated": (*_AVX2, "-DQB_VNNI", "-DQB_VNNI_EMULATED"),
@@ -74,7 +74,7 @@ NO_SETS = (
 )
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 _FMA = {"avx2", "fma", "f16c"}
-NEEDS = {  # what each set needs of a processor, in the words of /proc/cpuinfo
+NEEDS = {  # the features of a processor that each set needs, as /proc/cpuinfo names them
     "amx": {"amx_tile", "amx_bf16", "avx512_bf16", "avx512_vnni", *_AVX512},
     "avx512bf16": {"avx512_bf16", "avx512_vnni", *_AVX512},
     "amx-emulated": {"avx512_bf16", "avx512_vnni", *_AVX512},
@@ -88,15 +88,15 @@ NEEDS = {  # what each set needs of a processor, in the words of /proc/cpuinfo
     "neon": {"asimd"},
     "plain": set(),
 }
-# what other systems are asked for the same
+# the same features, as other systems name them
 _SYSCTL = {"asimddp": "hw.optional.arm.FEAT_DotProd", "bf16": "hw.optional.arm.FEAT_BF16"}
 _WINDOWS = {"avx2": 40, "fma": 40, "f16c": 40, **dict.fromkeys(_AVX512, 41)}
 
 
-# what is looked for; on Windows g++ misaligns AVX registers
+# which compilers are looked for; on Windows g++ misaligns AVX registers
 COMPILERS = ("clang-cl", "cl") if sys.platform == "win32" else ("g++", "clang++", "c++")
 
-# what follows if there are none
+# what it means to have no kernels
 WITHOUT = (
     "without native kernels PyTorch computes: answers take several times as long, and one may "
     "differ in a batch or with drafts where two tokens are nearly as likely"
@@ -108,12 +108,13 @@ class CannotBuild(Exception):
 
 
 def target() -> tuple[str, str]:
-    """Return the operating system and the processor that libraries are made for.
+    """Return the operating system and the processor that libraries are compiled for.
 
-    They are this machine's, unless `_PYTHON_HOST_PLATFORM` names others (`linux-aarch64`), as it
+    Both are this machine's, unless `_PYTHON_HOST_PLATFORM` names others (`linux-aarch64`), as it
     does where a wheel is cross-compiled.
     """
-    if named := os.environ.get("_PYTHON_HOST_PLATFORM"):
+    named = os.environ.get("_PYTHON_HOST_PLATFORM")
+    if named:
         system, *_, machine = named.split("-")
         return {"macosx": "darwin", "win": "win32"}.get(system, system), machine.lower()
     return sys.platform, platform.machine().lower()
@@ -130,25 +131,30 @@ def has_kernels() -> bool:
 
 
 def features() -> set[str]:
-    """Return what this machine's processor can do, in the words of /proc/cpuinfo."""
+    """Return the features of this machine's processor, as /proc/cpuinfo names them."""
     if sys.platform == "darwin":
         system = ctypes.CDLL(None)
 
         def has(name: str) -> bool:
             value, size = ctypes.c_int(0), ctypes.c_size_t(4)
-            at = ctypes.byref(value), ctypes.byref(size)
-            return system.sysctlbyname(name.encode(), *at, None, 0) == 0 and value.value != 0
+            error = system.sysctlbyname(
+                name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0
+            )
+            return error == 0 and value.value != 0
 
-        return {"asimd", *(word for word, name in _SYSCTL.items() if has(name))}
+        return {"asimd", *(feature for feature, name in _SYSCTL.items() if has(name))}
     if sys.platform == "win32":
-        present = ctypes.windll.kernel32.IsProcessorFeaturePresent
-        return {word for word, number in _WINDOWS.items() if present(number)}
+        is_present = ctypes.windll.kernel32.IsProcessorFeaturePresent
+        return {feature for feature, number in _WINDOWS.items() if is_present(number)}
     try:
         lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return set()
-    words = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
-    return set(next(words, "").split())
+    for line in lines:
+        if line.startswith(("flags", "Features")):
+            _, _, names = line.partition(":")
+            return set(names.split())
+    return set()
 
 
 def runs(name: str) -> bool:
@@ -173,7 +179,7 @@ def flags_of(name: str) -> tuple[str, ...]:
 
 
 def digest(name: str) -> str:
-    """Return a hash of the sources and of how they are compiled, 16 hex digits."""
+    """Return a hash of the sources and of the flags, 16 hex digits."""
     hashed = hashlib.sha256(" ".join([*FLAGS, *flags_of(name)]).encode())
     for path in sources():
         hashed.update(path.read_bytes())
@@ -194,12 +200,13 @@ def file_name(name: str) -> str:
 def cached(name: str) -> Path:
     """Return where the library of an instruction set is, or would be.
 
-    That is in the wheel if it brings the library, else in the cache folder.
+    It is in the wheel if that brings the library, else in the cache folder.
     """
     from quickbeam.hub.cache import cache_folder
 
     file = file_name(name)
-    return SHIPPED / file if (SHIPPED / file).is_file() else cache_folder() / "kernels" / file
+    shipped = SHIPPED / file
+    return shipped if shipped.is_file() else cache_folder() / "kernels" / file
 
 
 def compiler() -> list[str] | None:
@@ -207,32 +214,37 @@ def compiler() -> list[str] | None:
 
     It is the command in the variable CXX. Without CXX it is the first of `COMPILERS` that is there.
     """
-    if chosen := os.environ.get("CXX", "").split():
-        return chosen if shutil.which(chosen[0]) else None
-    return next(([name] for name in COMPILERS if shutil.which(name)), None)
+    command = os.environ.get("CXX", "").split()
+    if command:
+        return command if shutil.which(command[0]) else None
+    for name in COMPILERS:
+        if shutil.which(name):
+            return [name]
+    return None
 
 
 def no_compiler() -> CannotBuild:
-    if chosen := os.environ.get("CXX"):
-        return CannotBuild(f"the C++ compiler CXX={chosen} is not there")
-    known = " or ".join(COMPILERS)
-    return CannotBuild(f"no C++ compiler is there ({known}, or name one in CXX)")
+    command = os.environ.get("CXX")
+    if command:
+        return CannotBuild(f"the C++ compiler CXX={command} is not there")
+    names = " or ".join(COMPILERS)
+    return CannotBuild(f"no C++ compiler is there ({names}, or name one in CXX)")
 
 
 def commands(
     compiler: list[str], name: str, extra: Sequence[str], part: Path, result: Path
 ) -> list[list[str]]:
-    """Return what makes the library `result`: `part` first, and then the library from it."""
+    """Return the commands that make the object file `part`, and the library `result` from it."""
     system, source = target()[0], str(HERE / "program.cpp")
     if Path(compiler[0]).stem.lower() in ("cl", "clang-cl"):
         flags = ("/nologo", "/std:c++17", "/O2", "/EHsc", "/LD", "/wd4068", *extra)
-        wide = [f"/arch:{name.upper()}"] if name != "plain" else []
-        named = [f"/D{flag[2:]}" for flag in flags_of(name) if flag.startswith("-D")]
-        return [[*compiler, *flags, *wide, *named, source, f"/Fo{part}", f"/Fe{result}"]]
+        arch = [f"/arch:{name.upper()}"] if name != "plain" else []
+        defines = [f"/D{flag[2:]}" for flag in flags_of(name) if flag.startswith("-D")]
+        return [[*compiler, *flags, *arch, *defines, source, f"/Fo{part}", f"/Fe{result}"]]
     # Linked without -fopenmp: a second OpenMP runtime would bring its own threads. See
     # `library.share_openmp`.
-    places = {"linux": ("-fPIC", "-fopenmp"), "darwin": ("-fPIC",)}.get(system, ())
-    flags = (*FLAGS, *places, *flags_of(name), *extra)
+    system_flags = {"linux": ("-fPIC", "-fopenmp"), "darwin": ("-fPIC",)}.get(system, ())
+    flags = (*FLAGS, *system_flags, *flags_of(name), *extra)
     link = (*extra, "-static") if system == "win32" else extra
     return [
         [*compiler, *flags, "-c", source, "-o", str(part)],
@@ -250,7 +262,7 @@ def compile_to(path: Path, name: str, extra: Sequence[str] = ()) -> None:
     if command is None:
         raise no_compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(path.parent).free < ROOM:
+    if shutil.disk_usage(path.parent).free < FREE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         part, result = Path(work) / "kernels.o", Path(work) / "kernels.so"
@@ -306,23 +318,31 @@ def main(arguments: Sequence[str]) -> int:
     Returns the exit code. It is 2 for an unknown name, 1 if sets were asked for (by name or
     `--all`) and one can't be built, else 0.
     """
-    known = [*SETS, *EMULATED]
     if [*arguments] == ["--compiler"]:
         command = compiler()
-        found = f"{' '.join(command)} compiles them" if command else f"{no_compiler()}; {WITHOUT}"
-        print(f"kernels: {found if has_kernels() else NO_SETS}", flush=True)
+        if not has_kernels():
+            text = NO_SETS
+        elif command is None:
+            text = f"{no_compiler()}; {WITHOUT}"
+        else:
+            text = f"{' '.join(command)} compiles them"
+        print(f"kernels: {text}", flush=True)
         return 0
-    if unknown := [name for name in arguments if name not in (*known, "--all")]:
+    sets = [*SETS, *EMULATED]
+    unknown = [name for name in arguments if name not in (*sets, "--all")]
+    if unknown:
         print(
-            f"error: unknown instruction set {unknown[0]!r}; known: {', '.join(known)}, or --all",
+            f"error: unknown instruction set {unknown[0]!r}; known: {', '.join(sets)}, or --all",
             file=sys.stderr,
         )
         return 2
     if not has_kernels():
         print(f"kernels: {NO_SETS}; quickbeam uses PyTorch's")
         return int(bool(arguments))
-    every = list(platform_sets()) if "--all" in arguments else []
-    names = every or list(dict.fromkeys(arguments)) or machine_sets()
+    if "--all" in arguments:
+        names = list(platform_sets())
+    else:
+        names = list(dict.fromkeys(arguments)) or machine_sets()
     missing = [name for name in names if not cached(name).is_file()]
     if missing and compiler() is not None:
         print(f"kernels: compiling {', '.join(missing)}", flush=True)

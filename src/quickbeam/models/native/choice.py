@@ -15,28 +15,29 @@ from typing import NamedTuple
 from quickbeam.errors import InvalidInput
 from quickbeam.models.native import build
 
-WAYS = ("auto", "native", "eager")
+MODES = ("auto", "native", "eager")
 
 
 class KernelRequest(NamedTuple):
     """What the environment asks for.
 
-    `way`: one of `WAYS`. `isa`: an instruction set; empty for the machine's best.
+    `mode`: one of `MODES`. `isa`: an instruction set; empty for the machine's best.
     """
 
-    way: str
+    mode: str
     isa: str
 
 
 def requested() -> KernelRequest:
     """Read what the environment asks for. Raises `InvalidInput` for unknown values."""
-    way, isa = os.environ.get("QUICKBEAM_KERNELS") or "auto", os.environ.get("QUICKBEAM_ISA") or ""
-    if way not in WAYS:
-        raise InvalidInput(f"QUICKBEAM_KERNELS={way!r}: must be one of {', '.join(WAYS)}")
-    known = [*build.SETS, *build.EMULATED]
-    if isa and isa not in known:
-        raise InvalidInput(f"QUICKBEAM_ISA={isa!r}: must be one of {', '.join(known)}")
-    return KernelRequest(way, isa)
+    mode = os.environ.get("QUICKBEAM_KERNELS") or "auto"
+    isa = os.environ.get("QUICKBEAM_ISA") or ""
+    if mode not in MODES:
+        raise InvalidInput(f"QUICKBEAM_KERNELS={mode!r}: must be one of {', '.join(MODES)}")
+    sets = [*build.SETS, *build.EMULATED]
+    if isa and isa not in sets:
+        raise InvalidInput(f"QUICKBEAM_ISA={isa!r}: must be one of {', '.join(sets)}")
+    return KernelRequest(mode, isa)
 
 
 def candidates(request: KernelRequest) -> tuple[list[str], str]:
@@ -44,7 +45,7 @@ def candidates(request: KernelRequest) -> tuple[list[str], str]:
 
     Raises `InvalidInput` if the request names a set that this machine doesn't run.
     """
-    if request.way == "eager":
+    if request.mode == "eager":
         return [], "QUICKBEAM_KERNELS=eager"
     sets = build.machine_sets()
     if not request.isa:
@@ -61,7 +62,7 @@ def refuse(request: KernelRequest, reason: str) -> None:
 
     `reason`: why they are not.
     """
-    if request.way == "native" or (request.way == "auto" and request.isa):
+    if request.mode == "native" or (request.mode == "auto" and request.isa):
         raise InvalidInput(
             f"native kernels can't be had: {reason}; leave QUICKBEAM_KERNELS and "
             "QUICKBEAM_ISA out for PyTorch's"

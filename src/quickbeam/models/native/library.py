@@ -39,18 +39,18 @@ STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
 # "clamped" is for experts alone, "sigmoid" for gates
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped", "sigmoid")
-# of routers: what the weights of the chosen experts are
+# of routers: what the weights of the selected experts are
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "mixer")
 # how a checkpoint holds the values of a weight (blocks.h)
 BY_OUTPUT, WORDS_OF_INPUTS, WORDS_OF_OUTPUTS = range(3)
 
 
 class Format(NamedTuple):
-    """How a weight's numbers are stored; `formats.h` says how they lie in memory.
+    """How a weight's elements are stored; `formats.h` says how they lie in memory.
 
-    `number`: what operations call it. Blocks of `inputs` numbers take `bytes` where they are read
-    (`BlockRows`); 1 stands for no blocks. `file_type`: their number in `.gguf` files; None for what
-    none holds.
+    `number`: what operations call it. A block of `inputs` elements takes `bytes` in a file
+    (`BlockRows`); 1 input stands for no blocks. `file_type`: its number in `.gguf` files; None
+    where these don't have it.
     """
 
     number: int
@@ -59,33 +59,31 @@ class Format(NamedTuple):
     file_type: int | None = None
 
 
-_FORMATS: tuple[tuple[Any, ...], ...] = (
-    ("bfloat16", 1, 2),
-    ("int8", 1, 1),
-    ("int4", 32, 20, 3),  # as a block of Q4_1
-    ("float32", 1, 4),
-    ("q4_0", 32, 18, 2),
-    ("q5_0", 32, 22, 6),
-    ("q5_1", 32, 24, 7),
-    ("q8_0", 32, 34, 8),
-    ("q4_k", 256, 144, 12),
-    ("q5_k", 256, 176, 13),
-    ("q6_k", 256, 210, 14),
-    ("iq4_nl", 32, 18, 20),
-    ("mxfp4", 32, 17, 39),
-    ("w4g32", 32, 21),  # of AWQ, GPTQ and compressed-tensors, as those down to w8g128
-    ("w4g128", 128, 69),
-    ("w8g32", 32, 37),
-    ("w8g128", 128, 133),
-    ("fp8g32", 32, 36),
-    ("fp8g128", 128, 132),
-)
-FORMATS: dict[str, Format] = {
-    name: Format(number, *of) for number, (name, *of) in enumerate(_FORMATS)
-}  # by name
+FORMATS: dict[str, Format] = {  # by name
+    "bfloat16": Format(0, 1, 2),
+    "int8": Format(1, 1, 1),
+    "int4": Format(2, 32, 20, 3),  # as a block of Q4_1
+    "float32": Format(3, 1, 4),
+    "q4_0": Format(4, 32, 18, 2),
+    "q5_0": Format(5, 32, 22, 6),
+    "q5_1": Format(6, 32, 24, 7),
+    "q8_0": Format(7, 32, 34, 8),
+    "q4_k": Format(8, 256, 144, 12),
+    "q5_k": Format(9, 256, 176, 13),
+    "q6_k": Format(10, 256, 210, 14),
+    "iq4_nl": Format(11, 32, 18, 20),
+    "mxfp4": Format(12, 32, 17, 39),
+    # of AWQ, GPTQ and compressed-tensors
+    "w4g32": Format(13, 32, 21),
+    "w4g128": Format(14, 128, 69),
+    "w8g32": Format(15, 32, 37),
+    "w8g128": Format(16, 128, 133),
+    "fp8g32": Format(17, 32, 36),
+    "fp8g128": Format(18, 128, 132),
+}
 
 
-def _all(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, kind) for name in names.split())
 
 
@@ -93,42 +91,42 @@ class Op(Structure):
     """The structure `Op` of program.cpp."""
 
     _fields_ = (
-        *_all(c_int32, "kind epilogue source target best source_float target_float wanted"),
-        *_all(c_int64, "source_stride source_offset target_stride target_offset"),
-        *_all(c_void_p, "weight bias"),
-        *_all(c_int64, "inputs outputs heads kv_heads head_dim value_dim"),
-        *_all(c_void_p, "query_norm key_norm"),
-        *_all(c_int64, "offset window"),
+        *_fields(c_int32, "kind epilogue source target best source_float target_float wanted"),
+        *_fields(c_int64, "source_stride source_offset target_stride target_offset"),
+        *_fields(c_void_p, "weight bias"),
+        *_fields(c_int64, "inputs outputs heads kv_heads head_dim value_dim"),
+        *_fields(c_void_p, "query_norm key_norm"),
+        *_fields(c_int64, "offset window"),
         ("sinks", c_void_p),
-        *_all(c_float, "epsilon scaling softcap"),
-        *_all(c_int32, "key value format"),
-        *_all(
+        *_fields(c_float, "epsilon scaling softcap"),
+        *_fields(c_int32, "key value format"),
+        *_fields(
             c_int64,
             "key_stride key_head value_stride value_head norm_stride rotary angles query_scale",
         ),
-        *_all(
+        *_fields(
             c_int32, "activation centred interleaved norm_last value_norm values_are_keys borrowed"
         ),
         ("bidirectional", c_int32),
         ("experts", c_void_p),
-        *_all(c_int64, "first_expert last_expert"),
+        *_fields(c_int64, "first_expert last_expert"),
     )
 
 
 class Expert(Structure):
     """The structure `Expert` of experts.h."""
 
-    _fields_ = _all(c_void_p, "up down up_bias down_bias")
+    _fields_ = _fields(c_void_p, "up down up_bias down_bias")
 
 
 class Experts(Structure):
     """The structure `Experts` of experts.h."""
 
     _fields_ = (
-        *_all(c_void_p, "expert correction scale"),
-        *_all(c_int64, "count top inner shared groups top_groups best_of_group"),
-        *_all(c_int32, "scores renormalised gated down_format shared_up shared_down"),
-        *_all(c_float, "plus least factor jitter"),
+        *_fields(c_void_p, "expert correction scale"),
+        *_fields(c_int64, "count top inner shared groups top_groups best_of_group"),
+        *_fields(c_int32, "scores renormalised gated down_format shared_up shared_down"),
+        *_fields(c_float, "plus least factor jitter"),
         ("read", c_int64),
     )
 
@@ -137,11 +135,11 @@ class StoredWeight(Structure):
     """The structure `StoredWeight` of blocks.h."""
 
     _fields_ = (
-        *_all(c_int32, "format stored"),
+        *_fields(c_int32, "format stored"),
         ("flip", c_uint8),
         ("values", c_void_p),
-        *_all(c_int64, "outputs inputs"),
-        *_all(c_void_p, "order scales zeros"),
+        *_fields(c_int64, "outputs inputs"),
+        *_fields(c_void_p, "order scales zeros"),
     )
 
 
@@ -155,13 +153,13 @@ class Recurrence(Structure):
     """The structure `Recurrence` of recurrent.h."""
 
     _fields_ = (
-        *_all(
+        *_fields(
             c_int64,
             "kind state input inputs channels taps column gate gate_out activated heads "
             "key_heads alike key_dim value_dim query key value factors kept kept_count decay rate",
         ),
-        *_all(c_void_p, "weight bias slope shift skip"),
-        *_all(c_float, "least most step_scale"),
+        *_fields(c_void_p, "weight bias slope shift skip"),
+        *_fields(c_float, "least most step_scale"),
     )
 
 
@@ -169,8 +167,8 @@ class Nodes(Structure):
     """The structure `Nodes` of recurrent.h."""
 
     _fields_ = (
-        *_all(c_void_p, "state next border inputs parent"),
-        *_all(c_int64, "border_node base nodes"),
+        *_fields(c_void_p, "state next border inputs parent"),
+        *_fields(c_int64, "border_node base nodes"),
     )
 
 
@@ -178,8 +176,8 @@ class Batch(Structure):
     """The structure `Batch` of attention.h."""
 
     _fields_ = (
-        *_all(c_int64, "rows spans wanted"),
-        *_all(c_void_p, "span token position order prefix path_from path want cosine sine"),
+        *_fields(c_int64, "rows spans wanted"),
+        *_fields(c_void_p, "span token position order prefix path_from path want cosine sine"),
         ("angle_stride", c_int64),
     )
 
@@ -194,15 +192,15 @@ class NoiseRow(Structure):
     """The structure `NoiseRow` of noise.h."""
 
     _fields_ = (
-        *_all(c_void_p, "peak ease owner"),
-        *_all(c_int64, "chunks position choice"),
-        *_all(c_uint32, "key0 key1"),
+        *_fields(c_void_p, "peak ease owner"),
+        *_fields(c_int64, "chunks position choice"),
+        *_fields(c_uint32, "key0 key1"),
     )
 
 
 _ROW = (c_void_p, c_int64, c_void_p, POINTER(NoiseRow))
 _IN_ROWS = (c_void_p, c_int64, c_int64, c_int64, c_void_p)
-# the functions of the library, without the `qb_` before them: what they take, and what they give
+# arguments and result of each function of the library, by its name without `qb_`
 SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "run": ((c_void_p, c_int64, POINTER(Call), c_int64), None),
     "pack": ((c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), None),
@@ -237,9 +235,10 @@ def share_openmp() -> None:
     maps = Path("/proc/self/maps").read_text("utf-8", "replace")
     loaded = set(re.findall(r"/.*/lib(?:gomp|i?omp5?)[-.].*", maps))
     folder = Path(torch.__file__).resolve().parent
-    own = (f"{folder}/", f"{folder}.libs/")  # other packages may have brought one, too
-    for path in sorted(loaded, key=lambda path: not path.startswith(own))[:1]:
-        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    folders_of_torch = (f"{folder}/", f"{folder}.libs/")  # other packages may have a runtime, too
+    runtimes = sorted(loaded, key=lambda path: not path.startswith(folders_of_torch))
+    if runtimes:
+        ctypes.CDLL(runtimes[0], mode=ctypes.RTLD_GLOBAL)
 
 
 class Kernels:
@@ -260,21 +259,22 @@ class Kernels:
             library = ctypes.CDLL(str(path))  # calls release the GIL
         except OSError as error:
             raise build.CannotBuild(f"the library can't be loaded: {error}") from error
-        for function in ("qb_version", "qb_size_of_op", "qb_page", "qb_allowed"):
-            getattr(library, function).restype = c_int64
+        for query in ("qb_version", "qb_size_of_op", "qb_page", "qb_allowed"):
+            getattr(library, query).restype = c_int64
         if library.qb_version() != VERSION or library.qb_size_of_op() != ctypes.sizeof(Op):
             raise build.CannotBuild(f"{path} was made for another version of quickbeam")
         if not library.qb_allowed():
             raise build.CannotBuild(f"the system does not let this process use {name}")
         self.page = int(library.qb_page())
-        for function, (takes, gives) in SIGNATURES.items():
-            entry = getattr(library, f"qb_{function}")
-            entry.argtypes, entry.restype = takes, gives
-            setattr(self, function, entry)
+        for function_name, (arguments, result) in SIGNATURES.items():
+            function = getattr(library, f"qb_{function_name}")
+            function.argtypes = arguments
+            function.restype = result
+            setattr(self, function_name, function)
 
 
 _loaded = dict[str, Kernels]()
-_chosen = dict[KernelRequest, tuple[Kernels | None, str]]()
+_selected = dict[KernelRequest, tuple[Kernels | None, str]]()
 
 
 def load(name: str, progress: Callable[[str], None] = logger.info) -> Kernels:
@@ -287,13 +287,14 @@ def load(name: str, progress: Callable[[str], None] = logger.info) -> Kernels:
     return _loaded[name]
 
 
-def _choose(progress: Callable[[str], None] = logger.info) -> tuple[Kernels | None, str]:
+def _select(progress: Callable[[str], None] = logger.info) -> tuple[Kernels | None, str]:
+    """Return the kernels that the environment asks for, or None and the reason."""
     request = choice.requested()
-    if request not in _chosen:
+    if request not in _selected:
         names, reason = choice.candidates(request)
         for name in names:
             try:
-                _chosen[request] = load(name, progress), ""
+                _selected[request] = load(name, progress), ""
                 break
             except build.CannotBuild as error:
                 reason = str(error)
@@ -302,8 +303,8 @@ def _choose(progress: Callable[[str], None] = logger.info) -> tuple[Kernels | No
             choice.refuse(request, reason)
             if names:  # the machine could have had them
                 logger.warning("%s; %s", reason, build.WITHOUT)
-            _chosen[request] = None, reason
-    return _chosen[request]
+            _selected[request] = None, reason
+    return _selected[request]
 
 
 def kernels(progress: Callable[[str], None] = logger.info) -> Kernels | None:
@@ -312,7 +313,8 @@ def kernels(progress: Callable[[str], None] = logger.info) -> Kernels | None:
     The environment decides (see `choice`). `progress` is called before they are compiled. Raises
     `InvalidInput` for a request that can't be met.
     """
-    return _choose(progress)[0]
+    selected, _ = _select(progress)
+    return selected
 
 
 @functools.cache
@@ -331,5 +333,5 @@ def describe(device: str = "cpu", dtype: str = "bfloat16") -> str:
     """
     if device != "cpu" or dtype not in ("bfloat16", "float32"):
         return f"PyTorch's ({dtype} on {device})"
-    chosen, reason = _choose()
-    return f"native ({chosen.name})" if chosen is not None else f"PyTorch's ({reason})"
+    selected, reason = _select()
+    return f"native ({selected.name})" if selected is not None else f"PyTorch's ({reason})"

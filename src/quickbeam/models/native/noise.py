@@ -1,4 +1,4 @@
-"""The noise of a place by the compiled kernels, whose results are those of `quickbeam/noise.py`."""
+"""The noise of a position by the compiled kernels, with the results of `quickbeam/noise.py`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quickbeam.models.native.library import Kernels, NoiseRow
 from quickbeam.noise import CHUNK, CUT, KEPT, Array, ArrayLike, Noise, NoisePlace, Peaks, Row
 
 
-def laid(numbers: ArrayLike, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers as a contiguous tensor of this dtype, copied only where they are not."""
-    given = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(np.array(numbers))
-    return (given if given.dtype is dtype else given.to(dtype)).contiguous()
+def as_contiguous(values: ArrayLike, dtype: torch.dtype) -> torch.Tensor:
+    """Return values as a contiguous tensor of this dtype, copied only where they are not."""
+    tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.array(values))
+    return (tensor if tensor.dtype is dtype else tensor.to(dtype)).contiguous()
 
 
 class NativeNoise(Noise):
@@ -26,8 +26,8 @@ class NativeNoise(Noise):
     def __init__(self, kernels: Kernels, seed: int, choice: int, vocab: int) -> None:
         super().__init__(seed, choice, vocab)
         self._kernels, self._chunks = kernels, -(-vocab // CHUNK)
-        # by position, and the memory of each: the largest numbers of all chunks, then e^-number of
-        # each, then their tokens
+        # by position, and the memory of each: the peaks of all chunks, then e^-peak of each, then
+        # the peaks' tokens
         self.rows = OrderedDict[int, tuple[NoiseRow, ctypes.Array[c_double]]]()
 
     def _philox(self, counter: Array) -> Array:
@@ -37,22 +37,26 @@ class NativeNoise(Noise):
 
     def _find_peaks(self, position: int) -> Peaks:
         self._row(position)
-        numbers = np.array(self.rows[position][1])  # a copy: the memory may come to hold another
-        return numbers[: self._chunks], numbers[2 * self._chunks :].view(np.int64)
+        _, memory = self.rows[position]
+        values = np.array(memory)  # a copy: the memory may come to hold another position's
+        peaks, tokens = values[: self._chunks], values[2 * self._chunks :].view(np.int64)
+        return peaks, tokens
 
     def largest(self, scores: ArrayLike, position: int, scale: float = 1.0) -> int:
-        scores = laid(scores, torch.float32)
+        scores = as_contiguous(scores, torch.float32)
         row = self._row(position)
         return int(self._kernels.largest(scores.data_ptr(), scores.shape[0], row, scale))
 
     def _row(self, position: int) -> NoiseRow:
-        """Return the largest numbers of a place, computed unless they are kept.
+        """Return the peaks of a position's noise, computed unless they are kept.
 
-        Read them before the next call, which may put another place into the same memory.
+        Read them before the next call, which may put another position into the same memory.
         """
         if position not in self.rows:
-            full = len(self.rows) == KEPT
-            row, memory = self.rows.popitem(last=False)[1] if full else self._empty_row()
+            if len(self.rows) == KEPT:
+                _, (row, memory) = self.rows.popitem(last=False)
+            else:
+                row, memory = self._empty_row()
             row.position = position
             self._kernels.find_peaks(row)
             self.rows[position] = row, memory
@@ -60,8 +64,12 @@ class NativeNoise(Noise):
 
     def _empty_row(self) -> tuple[NoiseRow, ctypes.Array[c_double]]:
         memory = (c_double * (3 * self._chunks))()
-        parts = [ctypes.addressof(memory) + 8 * self._chunks * i for i in range(3)]
-        return NoiseRow(*parts, self._chunks, 0, self.choice, *self.key), memory
+        peaks = ctypes.addressof(memory)
+        size = 8 * self._chunks
+        row = NoiseRow(
+            peaks, peaks + size, peaks + 2 * size, self._chunks, 0, self.choice, *self.key
+        )
+        return row, memory
 
     def perturb(
         self,
@@ -73,16 +81,27 @@ class NativeNoise(Noise):
     ) -> list[Row]:
         likeliest = list[Row]()
         columns, probs = (c_int64 * most)(), (c_double * most)()
-        rows, names = laid(rows, torch.float32), None
+        rows, token_address = as_contiguous(rows, torch.float32), None
         if tokens is not None:
-            tokens = laid(tokens, torch.int64)
-            names = tokens.data_ptr()
-        at, size = rows.data_ptr(), rows.shape[1]
+            tokens = as_contiguous(tokens, torch.int64)
+            token_address = tokens.data_ptr()
+        address, size = rows.data_ptr(), rows.shape[1]
         for position, low, floor in places:
-            how = self._row(position), low, floor, temperature, max(CUT, floor / 4)
-            count = self._kernels.perturb(at, size, names, *how, most, columns, probs)
+            count = self._kernels.perturb(
+                address,
+                size,
+                token_address,
+                self._row(position),
+                low,
+                floor,
+                temperature,
+                max(CUT, floor / 4),
+                most,
+                columns,
+                probs,
+            )
             likeliest.append((columns[:count], probs[:count]))
-            at += 4 * size
+            address += 4 * size
         return likeliest
 
     def forget(self) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from quickbeam.models.native import library
@@ -21,14 +22,18 @@ class KVShape(NamedTuple):
     value_dim: int
 
     @property
-    def numbers(self) -> int:
-        """How many numbers a token takes in a page. Values are padded to whole blocks."""
+    def elements(self) -> int:
+        """How many elements a token takes in a page. Values are padded to whole blocks."""
         return self.kv_heads * (self.key_dim + -(-self.value_dim // BLOCK) * BLOCK)
 
     def fields(self, offset: int) -> dict[str, int]:
         """Return the fields of operations on keys and values that lie at `offset` in a page."""
-        kv_heads, dim, value_dim = self
-        return {"kv_heads": kv_heads, "head_dim": dim, "value_dim": value_dim, "offset": offset}
+        return {
+            "kv_heads": self.kv_heads,
+            "head_dim": self.key_dim,
+            "value_dim": self.value_dim,
+            "offset": offset,
+        }
 
 
 class RowList:
@@ -38,9 +43,11 @@ class RowList:
     """
 
     def __init__(self) -> None:
-        self.tokens, self.positions, self.wanted = list[int](), list[int](), list[int]()
-        self._orders, self._prefix = list[int](), list[int]()
-        self._ends, self._nodes_seen = [0], list[int]()  # of paths: where each ends, all of them
+        self.tokens, self.positions = list[int](), list[int]()
+        self.wanted = list[int]()
+        self._slots, self._prefix = list[int](), list[int]()
+        self._paths = list[int]()  # of all rows, one after the other
+        self._path_ends = [0]  # where the path of each row ends in `_paths`
         self._spans = list[library.Span]()
 
     def __len__(self) -> int:
@@ -51,7 +58,7 @@ class RowList:
         table: int,
         tokens: Sequence[int],
         positions: Sequence[int] | range,
-        orders: Sequence[int] | range,
+        slots: Sequence[int] | range,
         prefix: Sequence[int] | range,
         paths: Sequence[Sequence[int]],
         wanted: Sequence[int] | range,
@@ -59,34 +66,51 @@ class RowList:
     ) -> None:
         """Add rows of the sequence whose page table is at the address `table`.
 
-        `tokens`, `positions`, `orders`, `prefix`: one number per row, see attention.h. `paths`: for
-        each row the orders of the draft tree's nodes that it sees, itself last. An empty path is
-        that of a row that sees only the orders below its prefix. `wanted` counts from the
-        sequence's first row. `nodes`: the address of the sequence's `library.Nodes`, of models with
-        recurrent layers.
+        `tokens`, `positions`, `slots`, `prefix`: one number per row. attention.h explains them, and
+        calls a KV slot an order. `paths`: for each row the slots of the draft tree's nodes that it
+        sees, itself last. An empty path is that of a row that sees only the slots below its prefix.
+        `wanted` counts from the sequence's first row. `nodes`: the address of the sequence's
+        `library.Nodes`, of models with recurrent layers.
         """
-        first, ends, seen = len(self.tokens), self._ends, self._nodes_seen
+        first = len(self.tokens)
         self.tokens += tokens
         self.positions += positions
-        self._orders += orders
+        self._slots += slots
         self._prefix += prefix
         for path in paths:
-            seen += path
-            ends.append(len(seen))
+            self._paths += path
+            self._path_ends.append(len(self._paths))
         self._spans.append(library.Span(first, len(tokens), table, nodes))
         self.wanted += [first + row for row in wanted]
 
     @functools.cached_property
     def batch(self) -> library.Batch:
         """All rows that were added, as the kernels read them."""
-        n, ends, seen = len(self.tokens), self._ends, self._nodes_seen
-        parts = self.tokens + self.positions + self._orders + self._prefix + ends + seen
-        self._numbers = array("q", parts + self.wanted)
-        self._table = (library.Span * len(self._spans))(*self._spans)
-        at, _ = self._numbers.buffer_info()
-        starts = [at + 8 * k for k in (0, n, 2 * n, 3 * n, 4 * n, 5 * n + 1, 5 * n + 1 + len(seen))]
-        counts = n, len(self._spans), len(self.wanted)
-        return library.Batch(*counts, ctypes.addressof(self._table), *starts, None, None)
+        lists = [
+            self.tokens,
+            self.positions,
+            self._slots,
+            self._prefix,
+            self._path_ends,
+            self._paths,
+            self.wanted,
+        ]
+        self._numbers = array("q", list(chain.from_iterable(lists)))
+        address, _ = self._numbers.buffer_info()
+        addresses = list[int]()
+        for numbers in lists:
+            addresses.append(address)
+            address += self._numbers.itemsize * len(numbers)
+        self._span_table = (library.Span * len(self._spans))(*self._spans)
+        return library.Batch(
+            len(self.tokens),
+            len(self._spans),
+            len(self.wanted),
+            ctypes.addressof(self._span_table),
+            *addresses,
+            None,
+            None,
+        )
 
 
 @functools.lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ from quickbeam.tree import TokenTree
 
 
 class StateShape(NamedTuple):
-    """How many float32 numbers a sequence's state has, and the inputs of one node (`Nodes`)."""
+    """How many float32 elements a sequence's state has, and the inputs of one node (`Nodes`)."""
 
     state: int
     inputs: int
@@ -30,7 +30,7 @@ class PagePool(Pool):
     """Pages for all sequences of a model, and states, which are flat float32 tensors.
 
     A page holds all layers in one piece of memory, so nothing is copied when a sequence grows.
-    `offsets`: where each layer begins in a page, in numbers. `dtype`: bfloat16 or float32.
+    `offsets`: where each layer begins in a page, in elements. `dtype`: bfloat16 or float32.
     `states`: what recurrent layers keep of a sequence; None where there are none. `recurrences`: an
     array of `library.Recurrence`, of all such layers; whoever makes the program sets it.
     """
@@ -49,25 +49,23 @@ class PagePool(Pool):
         self.dtype = dtype
         self.shapes = [KVShape(*shape) for shape in shapes]
         self.kernels, self.page = kernels, kernels.page
-        *self.offsets, self._numbers = [
-            0,
-            *accumulate(shape.numbers * self.page for shape in self.shapes),
-        ]
-        self.page_bytes = dtype.itemsize * self._numbers
+        ends = accumulate(shape.elements * self.page for shape in self.shapes)
+        *self.offsets, self._page_elements = [0, *ends]
+        self.page_bytes = dtype.itemsize * self._page_elements
         self.layers = np.array(
             [(*shape, offset) for shape, offset in zip(self.shapes, self.offsets, strict=True)],
             dtype=np.int64,
         )
         self.state_shape = states
         if states is not None:
-            self.has_states(states.state, 4)
+            self.set_state_size(4 * states.state)
             self.zeros = self.make_state()  # of an empty sequence
 
     def new(self) -> PagedStore:
         return PagedStore(self)
 
     def make(self) -> Page:
-        return Page(torch.zeros(self._numbers, dtype=self.dtype))
+        return Page(torch.zeros(self._page_elements, dtype=self.dtype))
 
     def make_state(self) -> torch.Tensor:
         assert self.state_shape is not None
@@ -103,16 +101,16 @@ class PagedStore(SequenceCache):
     ) -> None:
         """Add rows of tokens that follow the committed ones; each sees all before it, and itself.
 
-        `wanted`: which of these rows the head computes logits of. Raises `NoRoom`.
+        `wanted`: which of these rows the head computes logits of. Raises `OutOfPages`.
         """
         start, n = self.length, len(tokens)
         self.reserve(start + n)
-        places = range(start, start + n)
+        positions = range(start, start + n)
         rows.add(
             self.table,
             tokens,
-            places,
-            places,
+            positions,
+            positions,
             range(start + 1, start + n + 1),
             [()] * n,
             wanted,
@@ -120,9 +118,9 @@ class PagedStore(SequenceCache):
         )
 
     def add_block(self, rows: RowList, count: int) -> None:
-        """Add `count` rows behind the committed tokens that may see one another. Raises `NoRoom`.
+        """Add `count` rows behind the committed tokens that may see one another.
 
-        Where a layer is bidirectional, each sees all of them.
+        Where a layer is bidirectional, each sees all of them. Raises `OutOfPages`.
         """
         start = self.length
         self.reserve(start + count)
@@ -133,7 +131,7 @@ class PagedStore(SequenceCache):
     def add_tree(self, rows: RowList, tree: TokenTree, base: int = 0) -> None:
         """Add rows of a draft tree's nodes from `base` on, all with logits.
 
-        The root follows the committed tokens. Raises `NoRoom`.
+        The root follows the committed tokens. Raises `OutOfPages`.
         """
         start, n = self.length, len(tree)
         self.reserve(start + n)
@@ -154,10 +152,17 @@ class PagedStore(SequenceCache):
         )
 
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
-        count, pool = len(source), self.pool
-        numbers, wide = ctypes.c_int64 * count, pool.dtype is torch.float32
-        orders = numbers(*source), numbers(*target), count
-        pool.kernels.move(self.table, pool.layers.ctypes.data, len(pool.layers), *orders, wide)
+        pool, count = self.pool, len(source)
+        slots = ctypes.c_int64 * count
+        pool.kernels.move(
+            self.table,
+            pool.layers.ctypes.data,
+            len(pool.layers),
+            slots(*source),
+            slots(*target),
+            count,
+            pool.dtype is torch.float32,
+        )
 
 
 class NativeStates(SequenceStates):
@@ -171,41 +176,44 @@ class NativeStates(SequenceStates):
 
     def __init__(self, pool: PagePool) -> None:
         super().__init__(pool)
-        self._border: Page | None = None  # as the next state, behind the last whole page of tokens
+        self._boundary: Page | None = None  # a state to write, behind the last full page of tokens
         assert pool.state_shape is not None
         self._inputs = torch.empty(0, pool.state_shape.inputs)
         self._nodes, self._parents = library.Nodes(), array("q")
         self._chain = False  # whether the last pass wrote the state behind all its nodes
 
-    def _crosses(self, length: int, tokens: int) -> bool:
-        """Whether a border of pages lies inside the tokens from `length` to `tokens`."""
+    def _lacks_boundary(self, length: int, tokens: int) -> bool:
+        """Whether tokens from `length` to `tokens` fill a page whose state has no memory yet."""
         page = self._pool.page
-        return self._pool.snapshots and tokens // page > length // page
+        crosses = self._pool.snapshots and tokens // page > length // page
+        return crosses and self._boundary is None
 
     def missing(self, length: int, tokens: int) -> int:
-        border = self._border is None and self._crosses(length, tokens)
-        return super().missing(length, tokens) + self._pool.state_pages * border
+        missing = super().missing(length, tokens)
+        if self._lacks_boundary(length, tokens):
+            missing += self._pool.state_pages
+        return missing
 
     def reserve(self, length: int, tokens: int) -> None:
         super().reserve(length, tokens)
-        if self._border is None and self._crosses(length, tokens):
-            self._border = self._pool.state_for()
+        if self._lacks_boundary(length, tokens):
+            self._boundary = self._pool.allocate_state()
 
     def chain(self, length: int, count: int) -> int:
         """Prepare a pass over `count` tokens of a text. Returns the address of its `Nodes`."""
-        return self._prepare(None, None, 0, count, True, self._border_within(length, count))
+        return self._prepare(None, None, 0, count, True, self._count_before_boundary(length, count))
 
     def tree(self, tree: TokenTree, base: int) -> int:
         """Prepare a pass over a tree's nodes from `base` on. Returns the address of its `Nodes`."""
         count = len(tree)
         if len(self._inputs) < count:
-            grown = torch.empty(count + count // 2, self._inputs.shape[1])
-            grown[:base] = self._inputs[:base]
-            self._inputs = grown
+            inputs = torch.empty(count + count // 2, self._inputs.shape[1])
+            inputs[:base] = self._inputs[:base]
+            self._inputs = inputs
         self._parents = array("q", tree.parent)
+        parents, _ = self._parents.buffer_info()
         chain = all(parent == node - 1 for node, parent in enumerate(tree.parent))
-        at = self._inputs.data_ptr()
-        return self._prepare(at, self._parents.buffer_info()[0], base, count, chain, 0)
+        return self._prepare(self._inputs.data_ptr(), parents, base, count, chain, 0)
 
     def _prepare(
         self,
@@ -214,22 +222,37 @@ class NativeStates(SequenceStates):
         base: int,
         count: int,
         chain: bool,
-        border: int,
+        before_boundary: int,
     ) -> int:
+        """Fill in `Nodes` and return its address.
+
+        `inputs` and `parents`: addresses. `chain`: the pass writes the state behind all nodes.
+        `before_boundary`: how many of them come before the page boundary, behind which it writes a
+        state too; 0 for none.
+        """
         state = self._pool.zeros if self._state is None else self._state.data
         assert self._next is not None
-        nodes, self._chain = self._nodes, chain
-        nodes.state, nodes.next = state.data_ptr(), self._next.data.data_ptr() if chain else None
-        at_border = self._border.data.data_ptr() if border and self._border is not None else None
-        nodes.border, nodes.border_node = at_border, border - 1
-        nodes.inputs, nodes.parent, nodes.base, nodes.nodes = inputs, parents, base, count
+        self._chain = chain
+        nodes = self._nodes
+        nodes.state = state.data_ptr()
+        nodes.next = self._next.data.data_ptr() if chain else None
+        nodes.border = None
+        if before_boundary and self._boundary is not None:
+            nodes.border = self._boundary.data.data_ptr()
+        nodes.border_node = before_boundary - 1
+        nodes.inputs = inputs
+        nodes.parent = parents
+        nodes.base = base
+        nodes.nodes = count
         return ctypes.addressof(nodes)
 
-    def _border_within(self, length: int, count: int) -> int:
-        """Return how many of `count` tokens behind `length` come before the last border of pages
-        that is neither before nor after all of them; 0 for none."""
-        border = (length + count) // self._pool.page * self._pool.page - length
-        return border if self._pool.snapshots and 0 < border < count else 0
+    def _count_before_boundary(self, length: int, count: int) -> int:
+        """Return how many of `count` tokens behind `length` come before the last page boundary.
+
+        0 where that is before or after all of them.
+        """
+        before = (length + count) // self._pool.page * self._pool.page - length
+        return before if self._pool.snapshots and 0 < before < count else 0
 
     def commit(self, path: Sequence[int], length: int) -> None:
         """Make the state behind the nodes of `path`. `length`: without them.
@@ -237,40 +260,45 @@ class NativeStates(SequenceStates):
         Raises `ValueError` for a part of a text that was no tree.
         """
         count, nodes = len(path), self._nodes
-        whole = self._chain and count == nodes.nodes
-        border = self._border_within(length, count)
-        if not whole and not nodes.inputs:
+        commits_all = self._chain and count == nodes.nodes
+        before_boundary = self._count_before_boundary(length, count)
+        if not commits_all and not nodes.inputs:
             raise ValueError(f"the pass ran {nodes.nodes} tokens of a text: commit all of them")
         assert self._next is not None
-        if not whole or (border and not nodes.border):
-            start = nodes.state
-            if border:
-                assert self._border is not None
-                start = self._fold(start, path[:border], self._border)
-            self._fold(start, path[border:], self._next)
-        if border:
-            assert self._border is not None
-            self._keep(length + border, self._border)
-            self._border = None
+        if not commits_all or (before_boundary and not nodes.border):
+            state = nodes.state
+            if before_boundary:
+                assert self._boundary is not None
+                state = self._fold(state, path[:before_boundary], self._boundary)
+            self._fold(state, path[before_boundary:], self._next)
+        if before_boundary:
+            assert self._boundary is not None
+            self._retain(length + before_boundary, self._boundary)
+            self._boundary = None
         self._step(length + count)
         nodes.inputs = nodes.nodes = 0  # what was run is spent
         self._chain = False
 
     def _fold(self, state: int, path: Sequence[int], target: Page) -> int:
-        numbers, pool = array("q", path), self._pool
+        """Write the state behind the nodes of `path`, and return its address.
+
+        `state`: the address of that before them.
+        """
+        nodes, pool = array("q", path), self._pool
+        address = int(target.data.data_ptr())
         pool.kernels.fold(
             pool.recurrences,
             len(pool.recurrences),
             state,
             self._nodes.inputs,
-            numbers.buffer_info()[0],
-            len(numbers),
-            target.data.data_ptr(),
+            nodes.buffer_info()[0],
+            len(nodes),
+            address,
         )
-        return int(target.data.data_ptr())
+        return address
 
     def release(self) -> None:
-        border, self._border = self._border, None
-        self._leave(border)
+        boundary, self._boundary = self._boundary, None
+        self._release(boundary)
         super().release()
         self._inputs = torch.empty(0, self._inputs.shape[1])

@@ -1,5 +1,7 @@
-"""Weights in the kernels' layout (`formats.h`): as they come, quantised here, or of few bits as a
-file has them."""
+"""Packed weights: weights in the kernels' layout (`formats.h`).
+
+Their values are as they come, quantised here, or in few bits as a file's blocks hold them.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.memory import room_for_weights
+from quickbeam.models.memory import memory_for_weights
 from quickbeam.models.native.library import FORMATS, Kernels
 from quickbeam.models.native.operands import BLOCK
 
 GROUP = 32  # inputs that are quantised together
 BFLOAT16, INT8, INT4, FLOAT32 = tuple(FORMATS)[:4]
-WHOLE = {BFLOAT16: torch.bfloat16, FLOAT32: torch.float32}  # formats that keep every bit
+EXACT_FORMATS = {BFLOAT16: torch.bfloat16, FLOAT32: torch.float32}  # they keep every bit
 NOT_FINITE = (
     "the weights hold numbers that are not finite (NaN or infinite) and can't be "
     "quantised: leave weights out"
@@ -25,56 +27,57 @@ NOT_FINITE = (
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Rows of a weight as blocks of a file.
+    """Rows of a weight in few bits, as blocks of a file.
 
-    `data`: `[..., rows, bytes]` uint8. `name`: a format with blocks. `order`: which input each
-    number is for, `[inputs]` int32; None: the first is for the first.
+    `data`: `[..., rows, bytes]` uint8. `name`: a format with blocks. `input_order`: which input
+    each stored element is for, `[inputs]` int32; None: the first is for the first.
     """
 
     data: torch.Tensor
     name: str
-    order: torch.Tensor | None = None
+    input_order: torch.Tensor | None = None
 
     @property
     def shape(self) -> list[int]:
         """That of the weight, `[..., rows, inputs]`."""
-        of = FORMATS[self.name]
-        return [*self.data.shape[:-1], self.data.shape[-1] // of.bytes * of.inputs]
+        block_format = FORMATS[self.name]
+        *outer, row_bytes = self.data.shape
+        return [*outer, row_bytes // block_format.bytes * block_format.inputs]
 
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, which: Any) -> BlockRows:
-        return replace(self, data=self.data[which])
+    def __getitem__(self, index: Any) -> BlockRows:
+        return replace(self, data=self.data[index])
 
 
 Weight = torch.Tensor | BlockRows
 
 
 def with_data(weight: Weight, data: torch.Tensor) -> Weight:
-    """Return a weight of the same format with other numbers or bytes."""
+    """Return a weight of the same format with other elements or bytes."""
     return replace(weight, data=data) if isinstance(weight, BlockRows) else data
 
 
-def below(weights: Sequence[Weight]) -> Weight:
+def concatenated(weights: Sequence[Weight]) -> Weight:
     """Return weights of one format one below the other."""
-    return with_data(weights[0], torch.cat([one.data for one in weights]))
+    return with_data(weights[0], torch.cat([weight.data for weight in weights]))
 
 
-def order_of(weight: Weight) -> torch.Tensor | None:
-    """Return the order of a weight's inputs, None where they are in their own."""
-    return weight.order if isinstance(weight, BlockRows) else None
+def input_order_of(weight: Weight) -> torch.Tensor | None:
+    """Return the order in which a weight's inputs are stored; None for the model's."""
+    return weight.input_order if isinstance(weight, BlockRows) else None
 
 
 class Packed:
     """A weight `[outputs, inputs]` in the kernels' layout (`formats.h`), and its bias in float32.
 
     `weights`: one, or several that are stacked one below the other. Dense ones get the format
-    `name`; or all are `BlockRows` of that format and of one order (`order`), whose bits are kept.
+    `name`; or all are `BlockRows` of that format and of one `input_order`, whose bits are kept.
     `dtype`: that of the rows it is multiplied with.
 
-    `gated`: `weights` are two of the same shape, the gates and what the gates multiply. Blocks of
-    16 outputs of the two alternate, gates first. `place`: the memory to use, `[size]` uint8; None
+    `gated`: `weights` are two of the same shape, the gate and the up projection. Blocks of 16
+    outputs of the two alternate, gate first. `memory`: where to pack, `[size]` uint8; None
     allocates it. It holds `weights` already that have no memory themselves (on the device `meta`).
 
     Raises `ValueError` for an odd number of inputs in bfloat16, and `InvalidInput` for weights to
@@ -89,78 +92,103 @@ class Packed:
         *,
         name: str = BFLOAT16,
         gated: bool = False,
-        place: torch.Tensor | None = None,
+        memory: torch.Tensor | None = None,
     ) -> None:
-        self.inputs, self.outputs = weights[0].shape[1], sum(map(len, weights))
+        self.inputs = weights[0].shape[1]
+        self.outputs = sum(len(weight) for weight in weights)
         if self.inputs % 2 and name == BFLOAT16:
             raise ValueError(f"{self.inputs} inputs: must be even")
-        self.name, self.gated, self._kernels = name, gated, kernels
-        self.format, self.order = FORMATS[name].number, order_of(weights[0])
-        self.dtype = WHOLE.get(name, torch.bfloat16)
-        self._block = kernels.block_bytes(self.format, self.inputs)
-        rows, together = (len(weights[0]), len(weights)) if gated else (self.outputs, 1)
-        blocks = -(-rows // BLOCK) * together
-        self.data = room_for_weights(blocks * self._block) if place is None else place
+        self.name, self.gated = name, gated
+        self.format = FORMATS[name].number
+        self.input_order = input_order_of(weights[0])
+        self.dtype = EXACT_FORMATS.get(name, torch.bfloat16)
+        self._kernels = kernels
+        self._block_bytes = kernels.block_bytes(self.format, self.inputs)
+        rows = len(weights[0]) if gated else self.outputs
+        alternating = 2 if gated else 1
+        blocks = -(-rows // BLOCK) * alternating
+        if memory is None:
+            memory = memory_for_weights(blocks * self._block_bytes)
+        self.data = memory
         if not weights[0].data.is_meta:
-            parts = weights if gated or len(weights) == 1 else [below(weights)]
+            parts = weights if gated or len(weights) == 1 else [concatenated(weights)]
             for i, part in enumerate(parts):
-                self._put(part, i, together)
+                self._pack(part, i, alternating)
         self.bias = None if bias is None else bias.detach().float().contiguous()
         if gated and self.bias is not None:  # in blocks, as the weight is
-            both = torch.zeros(2, blocks * BLOCK // 2)
-            both[:, :rows] = self.bias.view(2, rows)
-            self.bias = both.view(2, -1, BLOCK).transpose(0, 1).contiguous()
+            padded = torch.zeros(2, blocks * BLOCK // 2)
+            padded[:, :rows] = self.bias.view(2, rows)
+            self.bias = padded.view(2, -1, BLOCK).transpose(0, 1).contiguous()
 
-    def _put(self, part: Weight, i: int, together: int) -> None:
-        """Write a weight to blocks i, i + `together`, …"""
-        of, kernels = (len(part), self.inputs), self._kernels
-        at = self.data.data_ptr() + i * self._block, self._block * together
+    def _pack(self, part: Weight, first: int, step: int) -> None:
+        """Pack a weight into the blocks `first`, `first + step`, `first + 2 * step`, …"""
+        kernels = self._kernels
+        rows, inputs = len(part), self.inputs
+        address = self.data.data_ptr() + first * self._block_bytes
+        stride = step * self._block_bytes
         if isinstance(part, BlockRows):
             data = part.data.contiguous()
-            kernels.repack(self.format, data.data_ptr(), *of, data.shape[1], *at)
+            kernels.repack(
+                self.format, data.data_ptr(), rows, inputs, data.shape[1], address, stride
+            )
             return
         part = part.detach().to(self.dtype).contiguous()
         if self.name == FLOAT32:
-            whole = torch.zeros(-(-of[0] // BLOCK) * BLOCK, self.inputs)
-            whole[: of[0]] = part
-            to = self.data.view(torch.float32).view(-1, together, self.inputs, BLOCK)[:, i]
-            to.copy_(whole.view(-1, BLOCK, self.inputs).transpose(1, 2))
-        elif self.name == BFLOAT16:  # counts its stride in numbers
-            kernels.pack(part.data_ptr(), *of, self.inputs, at[0], at[1] // 2)
-        elif not kernels.quantise(self.format, part.data_ptr(), *of, self.inputs, *at):
-            raise InvalidInput(NOT_FINITE)
+            padded = torch.zeros(-(-rows // BLOCK) * BLOCK, inputs)
+            padded[:rows] = part
+            blocks = self.data.view(torch.float32).view(-1, step, inputs, BLOCK)[:, first]
+            blocks.copy_(padded.view(-1, BLOCK, inputs).transpose(1, 2))
+        elif self.name == BFLOAT16:  # its stride is counted in elements
+            kernels.pack(part.data_ptr(), rows, inputs, inputs, address, stride // 2)
+        else:
+            finite = kernels.quantise(
+                self.format, part.data_ptr(), rows, inputs, inputs, address, stride
+            )
+            if not finite:
+                raise InvalidInput(NOT_FINITE)
 
     def dense(self) -> torch.Tensor:
-        """Return the numbers that blocks of few bits stand for, `[outputs, inputs]` float32.
+        """Return the values that blocks of few bits stand for, `[outputs, inputs]` float32.
 
         Not for gated weights.
         """
-        weight, of = torch.empty(self.outputs, self.inputs), (self.outputs, self.inputs)
-        at = self.data.data_ptr(), *of, self._block, weight.data_ptr()
-        self._kernels.dense(self.format, *at)
-        if self.order is None:
+        weight = torch.empty(self.outputs, self.inputs)
+        self._kernels.dense(
+            self.format,
+            self.data.data_ptr(),
+            self.outputs,
+            self.inputs,
+            self._block_bytes,
+            weight.data_ptr(),
+        )
+        if self.input_order is None:
             return weight
-        return torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
+        return torch.empty_like(weight).index_copy_(1, self.input_order.long(), weight)
 
     def rows(self) -> torch.Tensor:
         """Return the weight as it came, `[outputs, inputs]`, or of few bits, in bfloat16.
 
         Not for gated weights.
         """
-        if self.name not in WHOLE:
+        if self.name not in EXACT_FORMATS:
             return self.dense().to(torch.bfloat16)
         data = self.data.view(self.dtype)
         if self.name == FLOAT32:
             blocks = data.view(-1, self.inputs, BLOCK).transpose(1, 2)
             return blocks.reshape(-1, self.inputs)[: self.outputs].clone()
-        weight, block = torch.empty(self.outputs, self.inputs, dtype=self.dtype), self._block // 2
-        at = data.data_ptr(), self.outputs, self.inputs, block, weight.data_ptr()
-        self._kernels.unpack(*at)
+        weight = torch.empty(self.outputs, self.inputs, dtype=self.dtype)
+        self._kernels.unpack(
+            data.data_ptr(),
+            self.outputs,
+            self.inputs,
+            self._block_bytes // 2,  # in elements
+            weight.data_ptr(),
+        )
         return weight
 
 
 def dense_rows(kernels: Kernels, weight: BlockRows) -> torch.Tensor:
-    """Return the numbers that a file's blocks stand for, `[..., rows, inputs]` float32."""
+    """Return the values that a file's blocks stand for, `[..., rows, inputs]` float32."""
     rows = replace(weight, data=weight.data.reshape(-1, weight.data.shape[-1]))
     return Packed(kernels, [rows], name=weight.name).dense().view(weight.shape)
 
@@ -168,7 +196,7 @@ def dense_rows(kernels: Kernels, weight: BlockRows) -> torch.Tensor:
 class SplitPacked(NamedTuple):
     """Weights of several formats that are read by one product: each has its own.
 
-    `gated`: two, the gates' and what the gates multiply.
+    `gated`: two, the gate and the up projection.
     """
 
     parts: tuple[Packed, ...]
@@ -189,41 +217,46 @@ class Packer(NamedTuple):
     kernels: Kernels
     name: str
 
-    def _named(self, weight: Weight) -> str:
+    def _format_of(self, weight: Weight) -> str:
         return weight.name if isinstance(weight, BlockRows) else self.name
 
-    def together(self, weights: Sequence[Weight]) -> bool:
-        """Whether all weights get one format, and read their inputs in one order."""
-        first, *rest = map(order_of, weights)
-        return len({self._named(weight) for weight in weights}) == 1 and all(
-            one is first or (one is not None and first is not None and torch.equal(one, first))
-            for one in rest
-        )
+    def have_one_layout(self, weights: Sequence[Weight]) -> bool:
+        """Whether all weights get one format, and store their inputs in one order."""
+        if len({self._format_of(weight) for weight in weights}) > 1:
+            return False
+        first, *others = [input_order_of(weight) for weight in weights]
+        if first is None:
+            return all(other is None for other in others)
+        return all(other is not None and torch.equal(other, first) for other in others)
 
     def size(self, weights: Sequence[Weight], gated: bool = False) -> int:
         """Return how many bytes these weights take."""
-        if not self.together(weights):
+        if not self.have_one_layout(weights):
             return sum(self.size([weight]) for weight in weights)
-        rows, name = list(map(len, weights)), self._named(weights[0])
-        block = self.kernels.block_bytes(FORMATS[name].number, weights[0].shape[1])
-        return sum(-(-n // BLOCK) for n in (rows if gated else [sum(rows)])) * int(block)
+        number = FORMATS[self._format_of(weights[0])].number
+        block_bytes = int(self.kernels.block_bytes(number, weights[0].shape[1]))
+        rows = [len(weight) for weight in weights]
+        if not gated:
+            rows = [sum(rows)]
+        return sum(-(-count // BLOCK) for count in rows) * block_bytes
 
     def pack(
         self,
         weights: Sequence[Weight],
         bias: torch.Tensor | None = None,
         gated: bool = False,
-        place: torch.Tensor | None = None,
+        memory: torch.Tensor | None = None,
     ) -> Any:
         """Pack weights: as `Packed`, whose arguments and errors these are, or as `SplitPacked`."""
-        if self.together(weights):
-            name = self._named(weights[0])
-            return Packed(self.kernels, weights, bias, name=name, gated=gated, place=place)
-        parts, column, used = [], 0, 0
+        if self.have_one_layout(weights):
+            name = self._format_of(weights[0])
+            return Packed(self.kernels, weights, bias, name=name, gated=gated, memory=memory)
+        parts = list[Packed]()
+        row = offset = 0
         for weight in weights:
-            of = None if bias is None else bias[column : column + len(weight)]
-            size = self.size([weight])
-            room = None if place is None else place[used : used + size]
-            parts.append(self.pack([weight], of, False, room))
-            column, used = column + len(weight), used + size
+            last, end = row + len(weight), offset + self.size([weight])
+            part_bias = None if bias is None else bias[row:last]
+            part_memory = None if memory is None else memory[offset:end]
+            parts.append(self.pack([weight], part_bias, memory=part_memory))
+            row, offset = last, end
         return SplitPacked(tuple(parts), gated)

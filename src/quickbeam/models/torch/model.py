@@ -195,7 +195,7 @@ class TorchModel(Model):
     def head(self) -> nn.Module:
         return self._network.head
 
-    def watch(self, layers: Sequence[int]) -> None:
+    def set_aux_layers(self, layers: Sequence[int]) -> None:
         check_layers(layers, self.config.num_hidden_layers)
         self._watched = tuple(layers)
         if self._graphs is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quickbeam.models.native.library import FORMATS
-from quickbeam.models.native.quantised import BlockRows, order_of
+from quickbeam.models.native.quantised import BlockRows, input_order_of
 
 PACKED_FORMATS = {"w4g32", "w4g128"}  # of AWQ, GPTQ and compressed-tensors (`prequantised.py`)
 HALF = 16  # inputs of low halves of bytes; the next 16 are of the high ones
@@ -39,7 +39,7 @@ class PackedWeight(NamedTuple):
         names = {rows.name for rows in blocks}
         if len(blocks) < len(weights) or len(names) > 1 or not names <= PACKED_FORMATS:
             return None
-        order, *others = map(order_of, blocks)
+        order, *others = map(input_order_of, blocks)
         if not all(same_order(order, other) for other in others):
             return None
         block = FORMATS[names.pop()].bytes

@@ -54,7 +54,7 @@ class RowPool(Pool):
         self._divide()
         if zeros:
             kept = [one for state in zeros.values() for one in state if one is not None]
-            self.has_states(sum(one.nbytes for one in kept), 1)
+            self.set_state_size(sum(one.nbytes for one in kept))
 
     def _kinds(self) -> dict[tuple[int, int], int]:
         """Return how many tensors of `[rows, heads, dim]` there are, by heads and dim."""

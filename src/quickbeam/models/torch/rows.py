@@ -310,7 +310,7 @@ def list_pass(
     padding: Padding | None = None,
     draws: np.ndarray | None = None,
 ) -> ListedRows:
-    """List the rows of a pass over these parts, for which room is made. Raises `NoRoom`.
+    """List the rows of a pass over these parts, for which room is made. Raises `OutOfPages`.
 
     `tokens`: of all rows. `wanted`: the numbers of rows after which logits are wanted. `padding`:
     how sizes are rounded up; None where they stay as they are. `draws`: as of `list_draws`.

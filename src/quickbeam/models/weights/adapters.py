@@ -1,4 +1,4 @@
-"""LoRA adapters: what a folder of theirs changes in the parameters of its base model.
+"""LoRA adapters: how one in a folder changes the parameters of its base model.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, and Kalajdzievski, "A Rank
 Stabilization Scaling Factor for Fine-Tuning with LoRA", 2023. The layout of the folder is that of
@@ -24,7 +24,7 @@ from quickbeam.models.native.quantised import BlockRows, Weight
 from quickbeam.models.weights.checkpoint import Checkpoint, local_folder, read_json
 from quickbeam.models.weights.parameters import Parameters, names
 from quickbeam.models.weights.shapes import check_shapes, expected
-from quickbeam.models.weights.stored import causal_names
+from quickbeam.models.weights.sources import causal_names
 from quickbeam.models.weights.tensor_files import weight_files
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ MERGE = "merge it by peft's merge_and_unload, and give the folder of the merged 
 
 @dataclass(frozen=True)
 class LowRank:
-    """What is added to a weight: `scale` times `b @ a`.
+    """A change of a weight: `scale` times `b @ a` is added to it.
 
     `a`: `[r, inputs]`; `b`: `[outputs, r]`, both float32. `transposed`: the weight is `[inputs,
     outputs]`.
@@ -62,7 +62,7 @@ class LowRank:
 
     @property
     def shape(self) -> list[int]:
-        """That of the weight."""
+        """The weight's shape."""
         shape = [len(self.b), self.a.shape[1]]
         return shape[::-1] if self.transposed else shape
 
@@ -76,8 +76,8 @@ class LowRank:
 class Adapter:
     """A LoRA adapter in a folder, for a base model.
 
-    `base`: the base model's folder. `names`: of the base model's parameters that it changes, by
-    the adapter's own names until `rename`.
+    `base`: the base model's folder. `names`: of the parameters that it changes, as the adapter
+    names them until `rename`.
     """
 
     def __init__(self, folder: Path, base: Path) -> None:
@@ -87,7 +87,7 @@ class Adapter:
         """
         self.folder, self.base = folder, base
         self._low_rank = dict[str, LowRank]()
-        self._whole = dict[str, torch.Tensor]()  # parameters that it has in full
+        self._replaced = dict[str, torch.Tensor]()  # parameters that it has in full
         fields = read_json(folder / CONFIG)
         try:
             _refuse_others(fields)
@@ -102,43 +102,46 @@ class Adapter:
 
     @property
     def names(self) -> Set[str]:
-        return self._low_rank.keys() | self._whole.keys()
+        return self._low_rank.keys() | self._replaced.keys()
 
     def rows(self, name: str) -> int | None:
         """Return how many rows the adapter gives a parameter that it has in full, else None."""
-        return len(self._whole[name]) if name in self._whole else None
+        return len(self._replaced[name]) if name in self._replaced else None
 
     def shape(self, name: str) -> list[int] | None:
         """Return the shape that the adapter's tensors give a parameter; None for no change."""
-        if name in self._whole:
-            return list(self._whole[name].shape)
+        if name in self._replaced:
+            return list(self._replaced[name].shape)
         return self._low_rank[name].shape if name in self._low_rank else None
 
-    def rename(self, known: Set[str]) -> None:
-        """Take the names of a model with `known` parameters.
+    def rename(self, parameters: Set[str]) -> None:
+        """Take the names of a model with these `parameters`.
 
-        Raises `InvalidInput` for what the model doesn't have.
+        Raises `InvalidInput` for a change of another parameter.
         """
-        for changes in (self._low_rank, self._whole):
-            named: dict[str, Any] = {}
-            for name, change in changes.items():
-                own = next((one for one in causal_names(name) if one in known), None)
-                if own is None:
-                    raise InvalidInput(
-                        f"its adapter changes {name}, which {self.base} doesn't have, or holds in "
-                        f"another form: {MERGE}"
-                    )
-                named[own] = change
-            changes.clear()
-            changes.update(named)
+        self._low_rank = {
+            self._renamed(name, parameters): change for name, change in self._low_rank.items()
+        }
+        self._replaced = {
+            self._renamed(name, parameters): tensor for name, tensor in self._replaced.items()
+        }
+
+    def _renamed(self, name: str, parameters: Set[str]) -> str:
+        for causal_name in causal_names(name):
+            if causal_name in parameters:
+                return causal_name
+        raise InvalidInput(
+            f"its adapter changes {name}, which {self.base} doesn't have, or holds in another "
+            f"form: {MERGE}"
+        )
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Return a parameter of the adapted model; `weight`: the base model's, as it is loaded.
 
         Raises `InvalidInput` where their shapes differ.
         """
-        if name in self._whole:
-            weight = self._whole[name].to(weight)
+        if name in self._replaced:
+            weight = self._replaced[name].to(weight)
         low_rank = self._low_rank.get(name)
         if low_rank is None:
             return weight
@@ -156,23 +159,24 @@ class Adapter:
             name = stored.removeprefix(PREFIX).replace(".base_layer.", ".")
             matched = LORA.fullmatch(name)
             if matched is not None:
-                module, part = matched.groups()
-                pairs.setdefault(module, {})[part] = tensor.float()
-                embeddings |= {module} if "lora_embedding_" in name else set()
+                module, matrix_name = matched.groups()
+                pairs.setdefault(module, {})[matrix_name] = tensor.float()
+                if "lora_embedding_" in name:
+                    embeddings.add(module)
             elif "lora_" in name or "trainable_tokens" in name:
                 raise InvalidInput(f"its adapter holds {stored}, which is not read: {MERGE}")
             else:
-                self._whole[name] = tensor
+                self._replaced[name] = tensor
         if not tensors:
             raise InvalidInput(
                 f"its adapter ({self.folder}) holds no tensors, so it would change nothing: save "
                 "or download it again"
             )
         for module, pair in pairs.items():
-            if pair.keys() != {"A", "B"} or any(one.dim() != 2 for one in pair.values()):
+            if pair.keys() != {"A", "B"} or any(matrix.dim() != 2 for matrix in pair.values()):
                 raise InvalidInput(f"its adapter holds no matrices A and B of {module}: {MERGE}")
             if len(pair["A"]) != pair["B"].shape[1] or not len(pair["A"]):
-                shapes = " and ".join(str(list(pair[part].shape)) for part in "BA")
+                shapes = f"{list(pair['B'].shape)} and {list(pair['A'].shape)}"
                 raise InvalidInput(
                     f"its adapter's matrices B and A of {module} have shapes {shapes}, which "
                     "can't be multiplied: save or download the adapter again"
@@ -188,7 +192,7 @@ class Adapter:
 class AdaptedCheckpoint(Parameters):
     """The parameters of a checkpoint (`Checkpoint`), changed by an adapter.
 
-    `path`, `stack`, `quantised`: as of the checkpoint.
+    `path`, `stack`: those of the checkpoint. `quantised`: never.
     """
 
     quantised = False
@@ -196,10 +200,11 @@ class AdaptedCheckpoint(Parameters):
     def __init__(self, checkpoint: Checkpoint, adapter: Adapter) -> None:
         """Raises `InvalidInput` for an adapter that doesn't fit the checkpoint."""
         self._checkpoint, self.adapter = checkpoint, adapter
-        self.path, self.config, self.dtype = checkpoint.path, checkpoint.config, checkpoint.dtype
+        self.path, self.config = checkpoint.path, checkpoint.config
+        self.dtype = checkpoint.dtype
         self.stack = checkpoint.stack
         adapter.rename(names(self.stack))
-        self._recent = dict[str, torch.Tensor]()  # the last that was merged
+        self._recent = dict[str, torch.Tensor]()  # the parameter that was merged last, by name
         for name in adapter.names:
             if checkpoint.quantised or isinstance(checkpoint.like(name), BlockRows):
                 raise InvalidInput(
@@ -210,8 +215,9 @@ class AdaptedCheckpoint(Parameters):
         if rows is not None:  # tokens may have been added
             self.config.vocab_size = rows
         wanted = expected(self.stack, self.config)
-        own = {name: wanted.get(name, checkpoint.shape(name)) for name in adapter.names}
-        check_shapes(self.stack, self.shape, wanted | own)
+        for name in adapter.names:
+            wanted.setdefault(name, checkpoint.shape(name))
+        check_shapes(self.stack, self.shape, wanted)
 
     def shape(self, name: str) -> list[int]:
         shape = self.adapter.shape(name)
@@ -220,7 +226,7 @@ class AdaptedCheckpoint(Parameters):
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
         if name not in self.adapter.names:
             return self._checkpoint.rows(name, first, last)
-        if name not in self._recent:  # merged as a whole, for the same bits in whatever parts
+        if name not in self._recent:  # all rows are merged at once, for the same bits in any part
             self._recent = {name: self.adapter.merged(name, self._checkpoint(name))}
         return self._recent[name][first:last]
 
@@ -236,7 +242,7 @@ class AdaptedCheckpoint(Parameters):
 
 
 def adapter_in(folder: Path) -> Adapter | None:
-    """Return the adapter of a folder; None where there is none, or none that counts (`base_of`).
+    """Return the adapter of a folder; None where there is none, or none to merge (`base_of`).
 
     Raises `InvalidInput` as `base_of` and `Adapter` do.
     """
@@ -256,7 +262,7 @@ def adapter_in(folder: Path) -> Adapter | None:
 def base_of(folder: Path) -> Path | None:
     """Return the folder of the model that an adapter in `folder` changes; None without one.
 
-    An adapter beside a whole model doesn't count, as it may be merged already, unless it names this
+    An adapter beside a whole model is not merged, as it may be merged already, unless it names this
     folder as its base. Raises `InvalidInput` for a base that is not there.
     """
     if not (folder / CONFIG).is_file():
@@ -264,8 +270,10 @@ def base_of(folder: Path) -> Path | None:
     fields = read_json(folder / CONFIG)
     name = fields.get("base_model_name_or_path")
     if (folder / "config.json").is_file() and weight_files(folder):
-        own = isinstance(name, str) and Path(name).expanduser().resolve() == folder.resolve()
-        return folder if own else None
+        names_itself = (
+            isinstance(name, str) and Path(name).expanduser().resolve() == folder.resolve()
+        )
+        return folder if names_itself else None
     return _base(fields)
 
 
@@ -279,7 +287,7 @@ def _refuse_others(fields: dict[str, Any]) -> None:
     if start not in PLAIN_STARTS:
         odd.append(f"init_lora_weights {start!r}")
     if odd:
-        named = ", ".join("DoRA (use_dora)" if one == "use_dora" else one for one in sorted(odd))
+        named = ", ".join(sorted(odd)).replace("use_dora", "DoRA (use_dora)")
         raise InvalidInput(f"it holds an adapter with {named}, and plain LoRA is read: {MERGE}")
 
 
@@ -297,11 +305,12 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 def _scale(module: str, rank: int, fields: dict[str, Any]) -> float:
     """Return the factor of a module's product of matrices."""
     alpha = fields["lora_alpha"]
-    for pattern, own in (fields.get("alpha_pattern") or {}).items():
+    for pattern, module_alpha in (fields.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = own
+            alpha = module_alpha
             break
-    return float(alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank))
+    divisor = math.sqrt(rank) if fields.get("use_rslora") else rank
+    return float(alpha / divisor)
 
 
 def _base(fields: dict[str, Any]) -> Path:

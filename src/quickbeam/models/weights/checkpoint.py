@@ -27,7 +27,7 @@ from quickbeam.models.families.nearest import undescribed
 from quickbeam.models.families.reading import ATTRIBUTES, PAGE, NotDescribed, check_count
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, Weight
-from quickbeam.models.rotary import hold
+from quickbeam.models.rotary import limit_context
 from quickbeam.models.stack import Stack
 from quickbeam.models.weights.parameters import Parameters, experts, linears, names
 from quickbeam.models.weights.prequantised import (
@@ -38,15 +38,15 @@ from quickbeam.models.weights.prequantised import (
     refuse_unnamed,
 )
 from quickbeam.models.weights.shapes import check_shapes, expected, refuse_shared_experts
-from quickbeam.models.weights.stored import (
+from quickbeam.models.weights.sources import (
     COMPOSITES,
     TRANSPOSED,
+    ParameterSource,
     PlainTensor,
-    Stored,
     dense,
     language_part,
-    located,
-    own_names,
+    source_of,
+    tensor_names,
 )
 from quickbeam.models.weights.tensor_files import DTYPES, TensorFiles
 
@@ -55,11 +55,12 @@ logger = logging.getLogger(__name__)
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 UNWANTED = ("original/*", "consolidated*", "onnx/*", "metal/*")  # other forms of the same
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-NUMBERS = {"BF16", "F16", "F32"}
-CONVERTED = {"F64", "F8_E4M3", "F8_E5M2"}  # read as well, with a word
-INTEGERS = {"U8", "I8", "I16", "I32", "I64"}  # of weights in few bits
-WHOLE = "5."  # versions of transformers whose configurations say all that a family reads
-# what they say in `rope_parameters`
+# types of tensors, as safetensors writes them
+PLAIN_TYPES = {"BF16", "F16", "F32"}
+CONVERTED_TYPES = {"F64", "F8_E4M3", "F8_E5M2"}  # read with a warning
+INTEGER_TYPES = {"U8", "I8", "I16", "I32", "I64"}  # of weights in few bits
+COMPLETE = "5."  # versions of transformers whose configurations say all that a family reads
+# fields of earlier versions that are in `rope_parameters` since
 EARLIER = {"rope_scaling", "partial_rotary_factor", "rotary_pct", "rope_theta"}
 
 
@@ -67,8 +68,10 @@ class ModelConfig:
     """A configuration as data: its fields are the attributes."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        own = dir(ModelConfig)
-        self.__dict__.update((name, value) for name, value in fields.items() if name not in own)
+        reserved = dir(ModelConfig)
+        for name, value in fields.items():
+            if name not in reserved:
+                self.__dict__[name] = value
 
     @property
     def attribute_map(self) -> dict[str, str]:
@@ -90,12 +93,12 @@ class ModelConfig:
 
     @property
     def whole_type(self) -> str:
-        """The `model_type` of the whole that this is the language part of, or its own."""
+        """The `model_type` of the model that this is the language part of, or of this one."""
         return str(self.__dict__.get("_whole") or self.__dict__.get("model_type", ""))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return what a file of the folder says; nothing where there is none.
+    """Return the fields of a JSON file; none where there is no file.
 
     Raises `InvalidInput` where it can't be read.
     """
@@ -109,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: dict[str, Any]) -> Any:
-    """Return infinity and NaN for what transformers writes in their place."""
+    """Return infinity and NaN for what transformers writes in place of these."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
@@ -123,39 +126,51 @@ def read_config(folder: Path) -> ModelConfig:
     """
     fields = read_json(folder / "config.json")
     refuse_mlx(fields)
-    part = fields.get("text_config")
-    for of in (fields, part if isinstance(part, dict) else {}):
-        if not isinstance(kind := of.get("model_type"), str | None):
-            raise InvalidInput(f"its config.json has the model_type {kind!r}: download it again")
-        for layers in {"num_hidden_layers", "n_layer"} & of.keys():  # transformers lists them all
-            if of[layers] is not None:
-                check_count(of[layers], "layers")
+    _check_fields(fields)
+    if isinstance(fields.get("text_config"), dict):
+        _check_fields(fields["text_config"])
     language = language_part(fields)
-    if str(fields.get("transformers_version")).startswith(WHOLE) and _says_all(language):
+    if str(fields.get("transformers_version")).startswith(COMPLETE) and _is_complete(language):
         return ModelConfig(language)
-    what = version("transformers") + json.dumps(fields, sort_keys=True)
-    digest = hashlib.sha256(what.encode()).hexdigest()[:16]
-    kept = cache_folder() / "configs" / f"{digest}.json"
-    filled = dict[str, Any]()
-    with suppress(InvalidInput):  # damaged, as by a power cut: it is made again
-        filled = read_json(kept)
-    if not filled:
-        from transformers import AutoConfig
-
+    identity = version("transformers") + json.dumps(fields, sort_keys=True)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    cached = cache_folder() / "configs" / f"{digest}.json"
+    completed = dict[str, Any]()
+    with suppress(InvalidInput):  # damaged, as by a power cut: it is written again
+        completed = read_json(cached)
+    if not completed:
+        completed = _completed_by_transformers(folder)
         try:
-            read = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            text = read.to_json_string(use_diff=False)
-            filled = json.loads(text, object_hook=_plain)
-        except Exception as error:  # of any kind, by what the file says
-            raise InvalidInput(f"its config.json can't be read: {first_line(error)}") from error
-        try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            part = kept.with_suffix(f".{os.getpid()}.tmp")
-            part.write_text(json.dumps(filled), encoding="utf-8")
-            os.replace(part, kept)
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            part = cached.with_suffix(f".{os.getpid()}.tmp")
+            part.write_text(json.dumps(completed), encoding="utf-8")
+            os.replace(part, cached)
         except OSError as error:
-            logger.info("the configuration can't be kept in %s: %s", kept.parent, error)
-    return ModelConfig(language_part(filled))
+            logger.info("the configuration can't be kept in %s: %s", cached.parent, error)
+    return ModelConfig(language_part(completed))
+
+
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    """Raise `InvalidInput` for fields that transformers would fail on in other words."""
+    kind = fields.get("model_type")
+    if not isinstance(kind, str | None):
+        raise InvalidInput(f"its config.json has the model_type {kind!r}: download it again")
+    for name in ("num_hidden_layers", "n_layer"):  # transformers makes a list of so many
+        if fields.get(name) is not None:
+            check_count(fields[name], "layers")
+
+
+def _completed_by_transformers(folder: Path) -> dict[str, Any]:
+    """Return all fields of a folder's configuration as transformers reads it."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        text = config.to_json_string(use_diff=False)
+        fields: dict[str, Any] = json.loads(text, object_hook=_plain)
+    except Exception as error:  # of any kind, by what the file says
+        raise InvalidInput(f"its config.json can't be read: {first_line(error)}") from error
+    return fields
 
 
 def refuse_undescribed(folder: Path) -> None:
@@ -165,15 +180,15 @@ def refuse_undescribed(folder: Path) -> None:
         return  # `read_config` says why
     language = language_part(fields)
     kind = language.get("model_type")
-    older = kind in COMPOSITES  # whose fields `read_config` puts into parts
-    if isinstance(kind, str) and not older and kind not in FAMILIES:
+    without_parts = kind in COMPOSITES  # an older form, which `read_config` puts into parts
+    if isinstance(kind, str) and not without_parts and kind not in FAMILIES:
         raise undescribed(language, FAMILIES)
 
 
-def _says_all(fields: Mapping[str, Any]) -> bool:
+def _is_complete(fields: Mapping[str, Any]) -> bool:
     """Whether fields have the form that transformers writes.
 
-    Of other forms, as of edited files, it makes more than they say.
+    It adds to other forms, as of edited files.
     """
     rope = fields.get("rope_parameters")
     layered = "layer_types" in fields and fields.get("use_sliding_window", True)
@@ -223,38 +238,40 @@ class Checkpoint(Parameters):
     """The parameters of a folder's weight files (`Parameters`).
 
     Names are those of the causal LM, also where the checkpoint holds the model without its head.
-    `config`: read from the folder where it is not given. `dtype`: what tensors are given in; None:
-    what the configuration names. `widened`: weights in few bits are widened, as they are without
-    native kernels. `stack`: the model's architecture.
+    `config`: the folder's configuration. `dtype`: the format that parameters are read in; None: the
+    one that the configuration names. `widened`: weights in few bits are widened, as they are
+    without native kernels. `stack`: the model's architecture.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None, widened: bool = False) -> None:
-        """Find each tensor of the stack.
+        """Find the source of each parameter of the stack.
 
         Raises `NotDescribed` for what no family describes, or is stored otherwise than the family
-        says, and `InvalidInput` for tensors that are missing, or have another shape.
+        says, and `InvalidInput` for parameters that are missing, or have another shape.
         """
         refuse_undescribed(folder)
         self.path, self.config = folder, read_config(folder)
         self._method = method_of(self.config)
         self._files = TensorFiles(folder)
         if dtype is None:
-            dtype = self._own_dtype()
+            dtype = self._named_dtype()
         self.dtype = dtype
-        hold(self.config)
+        limit_context(self.config)
         self.stack: Stack = stack_of(self.config, dtype)
-        self._recent = dict[tuple[str, int, int], Any]()  # the last that were made of few bits
-        self._in_blocks = set[str]()  # what products read, of which blocks stay blocks
+        # the last rows that were read of tensors in few bits, by name, first and last
+        self._recent = dict[tuple[str, int, int], Any]()
+        self._in_blocks = set[str]()  # weights whose blocks, if any, stay blocks
         if dtype is torch.bfloat16 and not widened and library.kernels() is not None:
-            read = [one for linear, _ in linears(self.stack) for one in linear.weights]
-            self._in_blocks = {one.name for one in read}
-        self._stored = self._places(self.stack)
-        self._as_stored: set[str | None] = {of.routing.correction for of in experts(self.stack)}
+            for linear, _ in linears(self.stack):
+                self._in_blocks |= {rows.name for rows in linear.weights}
+        self._sources = self._find_sources(self.stack)
+        # parameters that keep every bit
+        self._exact: set[str | None] = {of.routing.correction for of in experts(self.stack)}
         if self.quantised:  # most often in half precision
-            self._as_stored |= {name for name in self._stored if len(self.shape(name)) == 1}
+            self._exact |= {name for name in self._sources if len(self.shape(name)) == 1}
         check_shapes(self.stack, self.shape, expected(self.stack, self.config))
 
-    def _own_dtype(self) -> torch.dtype:
+    def _named_dtype(self) -> torch.dtype:
         """Return the number format that the configuration names, or that most tensors have.
 
         Raises `InvalidInput` for one that nothing computes in.
@@ -262,12 +279,13 @@ class Checkpoint(Parameters):
         named = self.config.__dict__.get("dtype") or self.config.__dict__.get("torch_dtype")
         if named is None:
             kinds = Counter(self._files.kind(name) for name in self._files.names)
-            named = next((DTYPES[kind] for kind, _ in kinds.most_common() if kind in NUMBERS), None)
+            plain = [DTYPES[kind] for kind, _ in kinds.most_common() if kind in PLAIN_TYPES]
+            named = plain[0] if plain else None
         name = str(named).removeprefix("torch.")
         dtype: torch.dtype | None = getattr(torch, name, None)
         if self.quantised and dtype is torch.float16:  # what AWQ and GPTQ are saved in
             return torch.bfloat16
-        if dtype in FLOAT8:  # of numbers without scales
+        if dtype in FLOAT8:  # of tensors without scales
             return torch.bfloat16
         if dtype is None or dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise InvalidInput(
@@ -276,49 +294,61 @@ class Checkpoint(Parameters):
             )
         return dtype
 
-    def _places(self, stack: Stack) -> dict[str, Stored]:
-        (head,), wanted = {one.name for one in stack.head.weights}, names(stack)
-        config, parts = self.config, self.config.whole_type != self.config.model_type
-        named = own_names(self._files.names, config.model_type, stack.embedding, head, parts)
+    def _find_sources(self, stack: Stack) -> dict[str, ParameterSource]:
+        """Return the source of each parameter of a stack, by name. Sets `_like`."""
+        head, wanted = stack.head.weights[0].name, names(stack)
+        config = self.config
+        parts = config.whole_type != config.model_type
+        tensors = tensor_names(self._files.names, config.model_type, stack.embedding, head, parts)
         if config.tie_word_embeddings:  # either name may stand for both
-            tied = named.get(stack.embedding) or named.get(head)
+            tied = tensors.get(stack.embedding) or tensors.get(head)
             if tied is not None:
-                named = {stack.embedding: tied, head: tied} | named
+                tensors.setdefault(stack.embedding, tied)
+                tensors.setdefault(head, tied)
 
         width = config.hidden_size if config.model_type in TRANSPOSED else None
-        places = {name: located(name, named, self._files, self._method, width) for name in wanted}
-        stored: dict[str, Stored] = {name: one for name, one in places.items() if one is not None}
-        read = {name for one in stored.values() for name in one.names}
-        self._like = {name: one.like(self._files) for name, one in stored.items()}
-        in_blocks_of = (name for name, one in self._like.items() if isinstance(one, BlockRows))
-        in_blocks = {one for name in in_blocks_of for one in stored[name].names}
-        read |= {named[name] for name in stack.unread if name in named}
-        unread = {name for name, one in named.items() if one not in read}
-        self._leave_out(unread, named, wanted, wanted - stored.keys())
+        sources = dict[str, ParameterSource]()
+        read, in_blocks = set[str](), set[str]()  # names of tensors
+        self._like = dict[str, Weight]()
+        for name in wanted:
+            source = source_of(name, tensors, self._files, self._method, width)
+            if source is None:
+                continue
+            sources[name] = source
+            self._like[name] = source.like(self._files)
+            read.update(source.names)
+            if isinstance(self._like[name], BlockRows):
+                in_blocks.update(source.names)
+        read |= {tensors[name] for name in stack.unread if name in tensors}
+        unread = {name for name, tensor in tensors.items() if tensor not in read}
+        self._leave_out(unread, tensors, wanted, wanted - sources.keys())
         if self._in_blocks:
             try:
                 refuse_shared_experts(stack, self._like.__getitem__)
             except NotDescribed as error:
                 logger.info("%s is widened: %s", self.path, error)
                 self._in_blocks.clear()
-        self._check_numbers(read - in_blocks, bool(in_blocks))
-        return stored
+        self._check_types(read - in_blocks, bool(in_blocks))
+        return sources
 
     def _leave_out(
         self,
         unread: Iterable[str],
-        named: Mapping[str, str],
+        tensors: Mapping[str, str],
         wanted: Collection[str],
-        lacking: Collection[str],
+        missing: Collection[str],
     ) -> None:
-        """Say which tensors are left out, as they are none of the model's.
+        """Warn of tensors that are left out, as the model has no such parameters.
 
-        `lacking`: parameters of those `wanted` that are not found. Raises `InvalidInput` for them,
+        `unread`: their names as of parameters. `tensors`: the tensor's name of each. `missing`:
+        those parameters of the `wanted` ones that have no source. Raises `InvalidInput` for these,
         and for weights in few bits where no method is named. Raises `NotDescribed` for a bias that
         the architecture doesn't add.
         """
-        others = (name for name in unread if not is_mtp(name, self.config))
-        odd = sorted(name for name in others if not self._needless(name, named))
+        odd = list[str]()
+        for name in sorted(unread):
+            if not is_mtp(name, self.config) and not self._is_needless(name, tensors[name]):
+                odd.append(name)
         for name in odd:
             if self._method is None:
                 refuse_unnamed(name)
@@ -327,7 +357,7 @@ class Checkpoint(Parameters):
                     f"its files hold {name}, and the family {self.config.model_type!r} has no such "
                     f"bias; {PAGE} says how to describe it"
                 )
-        refuse_incomplete(lacking, [], odd)
+        refuse_incomplete(missing, [], odd)
         if odd:
             logger.warning(
                 "%s: its files hold %s, which its architecture has no use for: left out",
@@ -335,27 +365,28 @@ class Checkpoint(Parameters):
                 some_of(odd),
             )
 
-    def _check_numbers(self, read: Iterable[str], in_blocks: bool) -> None:
+    def _check_types(self, read: Iterable[str], in_blocks: bool) -> None:
         """Raise `NotDescribed` for tensors of a type that is not read.
 
-        `in_blocks`: whether other tensors are in blocks; then float8 numbers should be as well,
-        with scales, and `InvalidInput` is raised. It is also raised for integers where the
-        configuration doesn't say what they stand for.
+        `in_blocks`: whether other tensors are in blocks; then float8 ones need scales, and
+        `InvalidInput` is raised without. It is also raised for integers where the configuration
+        doesn't say what they stand for.
         """
         kinds = {name: self._files.kind(name) for name in read}
-        integers = sorted(name for name, kind in kinds.items() if kind in INTEGERS)
+        integers = sorted(name for name, kind in kinds.items() if kind in INTEGER_TYPES)
         if integers and self._method is None:
             raise InvalidInput(
                 f"its files hold {some_of(integers)} as integers ({kinds[integers[0]]}), as "
                 "quantised weights are, and its config.json has no quantization_config: download "
                 "config.json again, or take the unquantised weights"
             )
-        if odd := {*kinds.values()} - NUMBERS - CONVERTED:
+        odd = {*kinds.values()} - PLAIN_TYPES - CONVERTED_TYPES
+        if odd:
             raise NotDescribed(
                 f"its files hold numbers of type {', '.join(sorted(odd))}; read are "
-                f"{', '.join(sorted(NUMBERS | CONVERTED))}: take another checkpoint"
+                f"{', '.join(sorted(PLAIN_TYPES | CONVERTED_TYPES))}: take another checkpoint"
             )
-        converted = {name: kind for name, kind in kinds.items() if kind in CONVERTED}
+        converted = {name: kind for name, kind in kinds.items() if kind in CONVERTED_TYPES}
         for name, kind in sorted(converted.items()):
             if in_blocks and kind != "F64":
                 raise InvalidInput(
@@ -376,66 +407,67 @@ class Checkpoint(Parameters):
         """Whether it holds weights in few bits."""
         return self._method is not None
 
-    def _needless(self, name: str, named: Mapping[str, str]) -> bool:
+    def _is_needless(self, name: str, tensor: str) -> bool:
         """Whether a tensor says nothing about the model.
 
         It is a scale of activations beside quantised weights, or a bias of zeros, as GPTQ's
-        libraries wrote for all weights.
+        libraries wrote for all weights. `name`: as of a parameter.
         """
-        if self._method is not None and name.rpartition(".")[2] in UNREAD:
+        _, _, last = name.rpartition(".")
+        if self._method is not None and last in UNREAD:
             return True
-        return name.endswith(".bias") and not self._files.whole(named[name]).float().any()
+        return name.endswith(".bias") and not self._files.whole(tensor).float().any()
 
     def mapped(self, name: str) -> Any:
-        """Return a tensor whose rows are read from its file as they are needed.
+        """Return a parameter whose rows are read from its file as they are needed.
 
-        The whole is read where the file has it otherwise, or in another number format.
+        All rows are read where the file has them otherwise, or in another number format.
         """
-        stored = self._stored[name]
-        if not isinstance(stored, PlainTensor) or stored.transposed:
+        source = self._sources[name]
+        if not isinstance(source, PlainTensor) or source.transposed:
             return self(name)
-        if self._files.dtype(stored.name) is not self.dtype:
+        if self._files.dtype(source.name) is not self.dtype:
             return self(name)
-        return self._files.mapped(stored.name)
+        return self._files.mapped(source.name)
 
     def shape(self, name: str) -> list[int]:
-        return self._stored[name].shape(self._files)
+        return self._sources[name].shape(self._files)
 
     def like(self, name: str) -> Weight:
         return self._like[name] if name in self._in_blocks else super().like(name)
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
-        """Return rows `first` to `last` (excluded) of a tensor.
+        """Return rows `first` to `last` (excluded) of a parameter.
 
-        The numbers are those that loading the model gives: corrections of routers keep every bit,
-        and so do norms and biases beside weights in few bits. What products read in few bits stays
-        in blocks (`BlockRows`; of MXFP4, rows are those of the transposed matrices) where the other
-        numbers are bfloat16. Raises `QuickbeamError` naming the file where it can't be read.
+        They have the bits that loading the model gives: corrections of routers keep every bit, and
+        so do norms and biases beside weights in few bits. Weights in few bits stay in blocks
+        (`BlockRows`; of MXFP4, rows are those of the transposed matrices) where the other
+        parameters are bfloat16. Raises `QuickbeamError` naming the file where it can't be read.
         """
-        end, stored = self.shape(name)[0], self._stored[name]
+        end, source = self.shape(name)[0], self._sources[name]
         last = end if last is None else last
-        if isinstance(stored, PlainTensor):
-            numbers = stored.rows(self._files, first, last)
-            if name not in self._as_stored:
-                return numbers.to(self.dtype)
-            return numbers.float() if numbers.dtype is torch.float64 else numbers
-        if isinstance(stored, QuantisedTensor):  # made as a whole
-            return self._made(name, 0, end)[first:last]
-        return self._made(name, first, last)
+        if isinstance(source, PlainTensor):
+            rows = source.rows(self._files, first, last)
+            if name not in self._exact:
+                return rows.to(self.dtype)
+            return rows.float() if rows.dtype is torch.float64 else rows
+        if isinstance(source, QuantisedTensor):  # all rows are read at once
+            return self._recent_rows(name, 0, end)[first:last]
+        return self._recent_rows(name, first, last)
 
-    def _made(self, name: str, first: int, last: int) -> Any:
-        """Return rows of a tensor in blocks, or made of them; gates, then what they let through."""
+    def _recent_rows(self, name: str, first: int, last: int) -> Any:
+        """Return rows of a parameter in few bits: in blocks, or widened. The last two are kept."""
         key = (name, first, last)
         if key not in self._recent:
             if len(self._recent) > 1:
                 del self._recent[next(iter(self._recent))]
-            stored: Any = self._stored[name]
-            rows = stored.rows(self._files, first, last)
+            source = self._sources[name]
+            rows = source.rows(self._files, first, last)
             if name not in self._in_blocks or isinstance(rows, torch.Tensor):
-                rows = dense(rows, stored).to(self.dtype)
+                rows = dense(rows, source).to(self.dtype)
             self._recent[key] = rows
         return self._recent[key]
 
     def release(self, layers: str, layer: int | None) -> None:
-        """Let go of what was made."""
+        """Free what was read of tensors in few bits."""
         self._recent.clear()

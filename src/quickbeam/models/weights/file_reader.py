@@ -27,9 +27,9 @@ READERS = 2  # threads: one reads while the other hands over its buffer
 
 def aligned(size: int) -> torch.Tensor:
     """Return `size` uninitialised bytes (uint8) at an address that is a multiple of `ALIGNED`."""
-    room = torch.empty(size + ALIGNED, dtype=torch.uint8)
-    begin = -room.data_ptr() % ALIGNED
-    return room[begin : begin + size]
+    memory = torch.empty(size + ALIGNED, dtype=torch.uint8)
+    begin = -memory.data_ptr() % ALIGNED
+    return memory[begin : begin + size]
 
 
 class File:
@@ -46,16 +46,16 @@ class File:
         weakref.finalize(self, os.close, self._fd)
         self.direct, self._size = direct is not None, os.fstat(self._fd).st_size
 
-    def read(self, offset: int, room: torch.Tensor) -> None:
-        """Fill `room`, bytes at an aligned address, from byte `offset` on.
+    def read(self, offset: int, buffer: torch.Tensor) -> None:
+        """Fill `buffer`, bytes at an aligned address, from byte `offset` on.
 
-        At the end of the file the rest stays as it is. Raises `QuickbeamError`, which names the
+        Bytes beyond the end of the file stay as they are. Raises `QuickbeamError`, which names the
         file, if reading fails or the file is shorter than it was.
         """
-        size = min(len(room), self._size - offset)
+        size = min(len(buffer), self._size - offset)
         try:
-            # all of the room: direct reads are of whole pages, also where the file ends before
-            done = read_into(room.numpy().data, self._fd, offset, size)
+            # the whole buffer: direct reads are of full pages, also where the file ends before
+            done = read_into(buffer.numpy().data, self._fd, offset, size)
         except OSError as error:
             raise QuickbeamError(
                 f"reading {self.path} at byte {offset} failed: {error.strerror or error}"
@@ -88,11 +88,11 @@ class Extent(NamedTuple):
 
 
 class Ring:
-    """Reads the extents of rounds, each round the same, in their order.
+    """Reads the same extents in every round, one after the other.
 
     `begin` a round, `take` each extent, and `release` it before the next. Meanwhile free buffers
-    are filled with what follows, the next round included. `parts(i, round)` says what is wanted of
-    extent i in a round; None as long as that is not known.
+    are filled with what follows, the next round included. `parts(i, round)` returns the parts of
+    extent i that are needed in a round; None as long as that is not known.
     """
 
     def __init__(
@@ -102,23 +102,27 @@ class Ring:
         buffers: int,
         parts: Callable[[int, int], Sequence[Extent] | None],
     ) -> None:
-        self._file, self._extents, self._parts = file, extents, parts
-        self.size = buffers * max(one.last - one.first for one in extents)
+        self._file, self._extents = file, extents
+        self._parts_of = parts
+        self.size = buffers * max(extent.last - extent.first for extent in extents)
         self._buffers = list(aligned(self.size).view(buffers, -1))
         self._pool: ThreadPoolExecutor | None = None
         self.round = 0
         self._ended = True  # whether the last round is over
         self._clear()
         self._lock = threading.Lock()
-        self._reading, self._since, self._seconds, self.bytes = 0, 0.0, 0.0, 0
+        self._reading = 0  # reads under way, since `_since`
+        self._since = self._seconds = 0.0
+        self.bytes = 0  # that were read in all
         self.waited = 0.0  # seconds that `take` waited in all
 
     @property
     def rate(self) -> float:
         """Bytes per second, over the time in which anything was read; 0 before the first read."""
         with self._lock:
-            now = time.perf_counter() - self._since if self._reading else 0.0
-            seconds = self._seconds + now
+            seconds = self._seconds
+            if self._reading:
+                seconds += time.perf_counter() - self._since
         return self.bytes / seconds if seconds else 0.0
 
     def begin(self) -> None:
@@ -169,7 +173,8 @@ class Ring:
         assert self._pool is not None
         while self._free:
             number, extent = divmod(self._next, len(self._extents))
-            if (parts := self._parts(extent, number)) is None:
+            parts = self._parts_of(extent, number)
+            if parts is None:
                 return
             buffer = self._free.popleft()
             begin = self._extents[extent].first

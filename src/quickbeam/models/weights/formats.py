@@ -1,4 +1,4 @@
-"""Which formats numbers and weights may have, and where."""
+"""Which number formats a model and its weights may have, and where."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AUTO = "auto"  # the dtype that a checkpoint's own configuration names
 def wanted_dtype(name: str | torch.dtype) -> torch.dtype | None:
     """Return the dtype that a model is loaded in, for a name or a dtype: None for `auto`.
 
-    Raises `InvalidInput` naming the known ones.
+    Raises `InvalidInput`, which names the accepted ones.
     """
     name = str(name).removeprefix("torch.") if isinstance(name, torch.dtype) else name
     if name not in (AUTO, *DTYPES):
@@ -42,10 +42,7 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def check_weights(name: str) -> str:
-    """Return `name` if it is a known format of weights.
-
-    Raises `InvalidInput`, which names the known ones, if it is not.
-    """
+    """Return `name` if it is a format of weights. Raises `InvalidInput` for another name."""
     if name not in (BFLOAT16, INT8, INT4):
         raise InvalidInput(f"unknown weights {name!r}; known: {BFLOAT16}, {INT8}, {INT4}")
     return name
@@ -64,9 +61,10 @@ def refuse_place(name: str, device: torch.device, dtype: torch.dtype | None) -> 
             "leave weights out, or take device='cpu'"
         )
     if dtype not in (torch.bfloat16, None):
-        kind = str(dtype).removeprefix("torch.")
+        dtype_name = str(dtype).removeprefix("torch.")
         raise InvalidInput(
-            f"weights={name!r} go with rows of bfloat16, not {kind}: leave dtype out, or weights"
+            f"weights={name!r} go with rows of bfloat16, not {dtype_name}: leave dtype out, or "
+            "weights"
         )
 
 

@@ -18,7 +18,7 @@ import torch
 from quickbeam.config import ReportProgress
 from quickbeam.errors import QuickbeamError
 from quickbeam.hub.cache import alone, cache_folder, file_key, sweep
-from quickbeam.models.memory import map_file, room_for_weights
+from quickbeam.models.memory import map_file, memory_for_weights
 from quickbeam.models.native import build
 from quickbeam.models.weights.tensor_files import read_into
 
@@ -31,46 +31,47 @@ CHECKPOINT = ("*.json", "*.safetensors", "*.bin")
 LAYOUT = ("formats.h", "bytes.h", "quantise.h", "blocks.h", "quantised.py", "operands.py")
 
 
-class WeightFile:
-    """The file with one model's weights of one kind: a safetensors file of one tensor of bytes.
+class PackedFile:
+    """The file with one model's packed weights: a safetensors file of one tensor of bytes.
 
-    `path`: where it is; None if nothing is kept. `progress(stage, fraction)` is called while
-    weights are packed.
+    `path`: where it is; None if nothing is kept. `is_mapped`: whether the weights that were read
+    are mapped. `progress(stage, fraction)` is called while weights are packed.
     """
 
     def __init__(self, path: Path | None, progress: ReportProgress | None = None) -> None:
-        self.path, self.mapped = path, False  # whether what was read is mapped
+        self.path, self.is_mapped = path, False
         self.progress = progress or (lambda stage, fraction: None)
 
     @classmethod
-    def of(
+    def for_checkpoint(
         cls,
         folder: str,
         commit: str | None,
         kind: str,
         progress: ReportProgress | None,
         base: Path | None = None,
-    ) -> WeightFile:
+    ) -> PackedFile:
         """Return the file of a checkpoint.
 
         `folder`: a folder or file, whose files are told from others by `file_key`, or a Hugging
-        Face id at a `commit`. Another state of the checkpoint, or another version of the
-        layout, has another file, which replaces this one. Nothing is kept of an id without a
-        commit. `base`: for an adapter in `folder`, the folder of the model that it changes.
+        Face id at a `commit`. `kind`: the format of the packed weights. Another state of the
+        checkpoint, or another version of the layout, has another file, which replaces this one.
+        Nothing is kept of an id without a commit. `base`: for an adapter in `folder`, the folder of
+        the model that it changes.
         """
-        place = Path(folder)
-        if not place.exists() and commit is None:
+        path = Path(folder)
+        if not path.exists() and commit is None:
             return cls(None, progress)
-        where = str(place.resolve()) if place.exists() else folder
+        identity = str(path.resolve()) if path.exists() else folder
         name = "".join(
-            letter if letter.isalnum() or letter in "-._" else "-" for letter in place.name
+            letter if letter.isalnum() or letter in "-._" else "-" for letter in path.name
         )
-        of_base = [] if base is None else _state(base)
-        state = _digest([str(commit), *_state(place), *of_base, *_layout()])
-        file = f"{name}-{kind}-{_digest([where])}-{state}.safetensors"
+        base_state = [] if base is None else _state(base)
+        state = _digest([str(commit), *_state(path), *base_state, *_layout()])
+        file = f"{name}-{kind}-{_digest([identity])}-{state}.safetensors"
         return cls(cache_folder() / "weights" / file, progress)
 
-    def is_whole(self, size: int) -> bool:
+    def is_complete(self, size: int) -> bool:
         """Whether the file is there, with `size` bytes of weights.
 
         Raises `QuickbeamError` if it can't be read.
@@ -79,8 +80,8 @@ class WeightFile:
             return False
         try:
             with open(self.path, "rb") as file:
-                whole = os.fstat(file.fileno()).st_size == ALIGNED + size
-                return whole and file.read(ALIGNED) == _header(size)
+                has_size = os.fstat(file.fileno()).st_size == ALIGNED + size
+                return has_size and file.read(ALIGNED) == _header(size)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -94,13 +95,13 @@ class WeightFile:
 
         They are mapped where that is as fast to use (`memory.map_file`), else read.
         """
-        if self.path is None or not self.is_whole(size):
+        if self.path is None or not self.is_complete(size):
             return None
         mapped = map_file(self.path)
-        self.mapped = mapped is not None
+        self.is_mapped = mapped is not None
         if mapped is not None:
             return mapped[ALIGNED:]
-        weights = room_for_weights(size)
+        weights = memory_for_weights(size)
         with open(self.path, "rb", buffering=0) as file:
             done = read_into(_bytes(weights), file.fileno(), ALIGNED)
         return weights if done == size else None
@@ -116,13 +117,11 @@ class WeightFile:
         if self.path is None:
             return
         folder = self.path.parent
+        lock = self.path.with_name(f".{self.path.name}.lock")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with alone(
-                self.path.with_name(f".{self.path.name}.lock"),
-                lambda: self.progress("waiting for another process that packs its weights", None),
-            ):
-                if not self.is_whole(size):
+            with alone(lock, self._report_waiting):
+                if not self.is_complete(size):
                     self._write(self.path, size, pieces, stage)
         except OSError as error:
             raise QuickbeamError(
@@ -130,6 +129,9 @@ class WeightFile:
                 f"({error.strerror or error}): free some space there, or set QUICKBEAM_CACHE to "
                 "another folder"
             ) from error
+
+    def _report_waiting(self) -> None:
+        self.progress("waiting for another process that packs its weights", None)
 
     def _write(
         self, path: Path, size: int, pieces: Callable[[], Iterable[torch.Tensor]], stage: str
@@ -139,7 +141,8 @@ class WeightFile:
         free = shutil.disk_usage(path.parent).free
         if free < size + SPARE:
             raise OSError(f"{free / 1e6:.0f} MB are free there")
-        part, done = path.with_name(f".{path.name}.{os.getpid()}.tmp"), 0
+        part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        done = 0
         try:
             with open(part, "wb") as file:
                 file.write(_header(size))
@@ -160,9 +163,9 @@ class WeightFile:
 def _header(size: int) -> bytes:
     """Return the beginning of the file: safetensors' header, with spaces up to byte `ALIGNED`."""
     field = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
-    return (ALIGNED - 8).to_bytes(8, "little") + json.dumps({"weights": field}).encode().ljust(
-        ALIGNED - 8
-    )
+    length = ALIGNED - 8
+    fields = json.dumps({"weights": field}).encode()
+    return length.to_bytes(8, "little") + fields.ljust(length)
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
@@ -174,6 +177,7 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def _state(folder: Path) -> Iterator[str]:
+    """Yield what tells this state of a checkpoint from others."""
     paths = [folder] if folder.is_file() else []
     if folder.is_dir():
         paths = sorted({path for pattern in CHECKPOINT for path in folder.glob(pattern)})
@@ -181,6 +185,7 @@ def _state(folder: Path) -> Iterator[str]:
 
 
 def _layout() -> Iterator[str]:
+    """Yield what tells this layout of packed weights from others."""
     yield str(ORDER)
     for name in LAYOUT:
         yield hashlib.sha256((build.HERE / name).read_bytes()).hexdigest()

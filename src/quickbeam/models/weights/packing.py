@@ -11,15 +11,15 @@ import torch
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK
 from quickbeam.models.native.quantised import BlockRows, Packer, Weight
-from quickbeam.models.stack import Linear, Stack, Tensor
+from quickbeam.models.stack import Linear, ParameterRows, Stack
 from quickbeam.models.weights.formats import head_format
 from quickbeam.models.weights.parameters import Parameters, experts, linears, names, rows_of
 
 CHUNK = 4 << 20  # bytes of a weight that are packed at once, about: few enough to stay in the cache
 
 
-class WeightRange(NamedTuple):
-    """Where one weight is: from byte `first` to `last` (excluded) of all."""
+class PackedRange(NamedTuple):
+    """Where one packed weight is: from byte `first` to `last` (excluded) of all."""
 
     linear: Linear
     gated: bool
@@ -29,121 +29,144 @@ class WeightRange(NamedTuple):
 
 
 class PackedWeights:
-    """The weights of a stack in the format `name`, and what the layers get of them.
+    """The packed weights of a stack, in the format `name`.
 
-    Called for a weight, it returns it packed. `memory`: all of them, uint8, to be set before.
-    `filled`: it holds them already; else each is packed into it when it is first asked for. `size`:
-    its bytes. `stored`: the formats that weights keep as they come in blocks.
+    Called with a `Linear`, it returns its weight packed. `memory`: the bytes of all, uint8, to be
+    set before. `is_packed`: whether it holds them already; else each weight is packed into it when
+    it is first asked for. `size`: how many bytes these are. `block_formats`: the formats of those
+    weights that stay as a file's blocks have them.
     """
 
     memory: torch.Tensor
 
     def __init__(self, parameters: Parameters, stack: Stack, kernels: Kernels, name: str) -> None:
-        self._parameters, self._stack, self.filled = parameters, stack, False
-        self._packers = Packer(kernels, name), Packer(kernels, head_format(name))
-        self._ranges, self.size, self.stored = dict[int, WeightRange](), 0, set[str]()
-        self._made = dict[int, Any]()  # by `id` of the `Linear`, as ranges are
+        self._parameters, self._stack = parameters, stack
+        self.is_packed = False
+        self.size, self.block_formats = 0, set[str]()
+        self._packer, head_packer = Packer(kernels, name), Packer(kernels, head_format(name))
+        self._ranges = dict[int, PackedRange]()  # by `id` of the `Linear`
+        self._packed = dict[int, Any]()  # by `id` of the `Linear`
         for linear, gated in linears(stack):
-            packer = self._packers[linear is stack.head]
-            end = self.size + self._bytes(linear, gated, packer)
-            self._ranges[id(linear)] = WeightRange(linear, gated, packer, self.size, end)
+            packer = head_packer if linear is stack.head else self._packer
+            weights = self._without_memory(linear)
+            end = self.size + packer.size(weights, gated)
+            self._ranges[id(linear)] = PackedRange(linear, gated, packer, self.size, end)
             self.size = end
-            blocks = [one for one in self._shapes(linear) if isinstance(one, BlockRows)]
-            self.stored |= {one.name for one in blocks}
+            self.block_formats |= {
+                weight.name for weight in weights if isinstance(weight, BlockRows)
+            }
 
     def __call__(self, linear: Linear) -> Any:
-        if id(linear) not in self._made:
-            self._made[id(linear)] = self._pack(self._ranges[id(linear)])
-        return self._made[id(linear)]
+        if id(linear) not in self._packed:
+            self._packed[id(linear)] = self._pack(self._ranges[id(linear)])
+        return self._packed[id(linear)]
 
-    def _pack(self, span: WeightRange) -> Any:
-        linear, gated, packer, begin, last = span
-        room = self.memory[begin:last]
-        for some, together in () if self.filled else self._parts(span):
-            end = begin + packer.size(some, together)
-            packer.pack(some, None, together, self.memory[begin:end])
-            begin = end
-        return packer.pack(self._shapes(linear), self._bias(linear), gated, room)
+    def _pack(self, packed_range: PackedRange) -> Any:
+        """Return a weight whose bytes are in `memory`, where they are written if need be."""
+        linear, packer = packed_range.linear, packed_range.packer
+        if not self.is_packed:
+            begin = packed_range.first
+            for weights, gated in self._parts(packed_range):
+                end = begin + packer.size(weights, gated)
+                packer.pack(weights, None, gated, self.memory[begin:end])
+                begin = end
+        memory = self.memory[packed_range.first : packed_range.last]
+        return packer.pack(
+            self._without_memory(linear), self._bias(linear), packed_range.gated, memory
+        )
 
     def head(self, memory: torch.Tensor) -> Any:
         """Return the packed head, whose bytes are in `memory`."""
-        linear, _, packer, _, _ = self.head_range
-        return packer.pack(self._shapes(linear), self._bias(linear), False, memory)
+        linear, packer = self.head_range.linear, self.head_range.packer
+        return packer.pack(self._without_memory(linear), self._bias(linear), False, memory)
 
     @property
-    def head_range(self) -> WeightRange:
+    def head_range(self) -> PackedRange:
         """Where the head is."""
         return self._ranges[id(self._stack.head)]
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """Yield all packed bytes in parts, without ever holding more than one of them."""
-        for span in self._ranges.values():
-            for some, together in self._parts(span):
-                yield span.packer.pack(some, None, together).data
+        """Yield all packed bytes in pieces, without ever holding more than one of them."""
+        for packed_range in self._ranges.values():
+            for weights, gated in self._parts(packed_range):
+                yield packed_range.packer.pack(weights, None, gated).data
 
     @property
-    def unit(self) -> int:
+    def indivisible_size(self) -> int:
         """The bytes of the largest part that can't be divided: two blocks, or an expert."""
-        blocks = [2 * (p.last - p.first) // self._blocks(p) for p in self._ranges.values()]
-        several = [
-            self._bytes(one.up, one.gated, self._packers[0])
-            + self._bytes(one.down, False, self._packers[0])
-            for of in experts(self._stack)
-            for one in {of.all[0], of.all[-1]}
-        ]
-        return max([*blocks, *several])
+        sizes = list[int]()
+        for packed_range in self._ranges.values():
+            size = packed_range.last - packed_range.first
+            sizes.append(2 * size // self._block_count(packed_range))
+        for layer_experts in experts(self._stack):
+            for expert in (layer_experts.all[0], layer_experts.all[-1]):
+                up, down = self._without_memory(expert.up), self._without_memory(expert.down)
+                sizes.append(self._packer.size(up, expert.gated) + self._packer.size(down))
+        return max(sizes)
 
     @property
-    def small(self) -> int:
+    def resident_size(self) -> int:
         """Bytes of all that always stays in memory: norms, biases, routers, positions."""
-        large = {one.name for span in self._ranges.values() for one in span.linear.weights}
-        tables = {self._stack.embedding, getattr(self._stack.per_layer, "table", "")}
-        few = names(self._stack) - large - tables  # of which a pass reads single rows
-        sizes = [torch.Size(self._parameters.shape(name)).numel() for name in few]
-        return sum(sizes) * self._parameters.dtype.itemsize
+        packed = {
+            rows.name
+            for packed_range in self._ranges.values()
+            for rows in packed_range.linear.weights
+        }
+        # of the embeddings' tables a pass reads single rows
+        tables = {self._stack.embedding}
+        if self._stack.per_layer is not None:
+            tables.add(self._stack.per_layer.table)
+        resident = names(self._stack) - packed - tables
+        elements = sum(torch.Size(self._parameters.shape(name)).numel() for name in resident)
+        return elements * self._parameters.dtype.itemsize
 
-    def _blocks(self, span: WeightRange) -> int:
-        rows = [len(one) for one in self._shapes(span.linear)]
-        return sum(-(-n // BLOCK) for n in (rows if span.gated else [sum(rows)]))
+    def _block_count(self, packed_range: PackedRange) -> int:
+        rows = [len(weight) for weight in self._without_memory(packed_range.linear)]
+        if not packed_range.gated:
+            rows = [sum(rows)]
+        return sum(-(-count // BLOCK) for count in rows)
 
-    def _bytes(self, linear: Linear, gated: bool, packer: Packer) -> int:
-        return packer.size(self._shapes(linear), gated)
-
-    def _shapes(self, linear: Linear) -> list[Weight]:
-        """Return tensors without memory in the shapes of a weight's parts."""
-        return [rows_of(one, self._parameters.like(one.name)) for one in linear.weights]
+    def _without_memory(self, linear: Linear) -> list[Weight]:
+        """Return the weights of a product, in shape and format alone."""
+        return [rows_of(rows, self._parameters.like(rows.name)) for rows in linear.weights]
 
     def _bias(self, linear: Linear) -> torch.Tensor | None:
-        parts = self._stored(linear.biases)
-        return torch.cat(parts) if parts else None
+        biases = [self._read(rows) for rows in linear.biases]
+        return torch.cat(biases) if biases else None
 
-    def _stored(self, parts: tuple[Tensor, ...]) -> list[Any]:
-        return [self._rows(one) for one in parts]
+    def _read(self, rows: ParameterRows) -> Any:
+        """Return rows of a parameter; of an expert alone where it holds several."""
+        if rows.expert is None:
+            return rows_of(rows, self._parameters(rows.name))
+        expert = self._parameters.rows(rows.name, rows.expert, rows.expert + 1)
+        return rows_of(replace(rows, expert=0), expert)
 
-    def _rows(self, one: Tensor) -> Any:
-        if one.expert is None:
-            return rows_of(one, self._parameters(one.name))
-        alone = self._parameters.rows(one.name, one.expert, one.expert + 1)
-        return rows_of(replace(one, expert=0), alone)
+    def _parts(self, packed_range: PackedRange) -> Iterator[tuple[list[Any], bool]]:
+        """Yield weights in parts whose packed blocks follow one another.
 
-    def _parts(self, span: WeightRange) -> Iterator[tuple[list[Any], bool]]:
-        """Yield rows in parts whose packed blocks follow one another, and whether each is gated."""
-        linear, gated, packer, _, _ = span
-        parts, like = linear.weights, self._shapes(linear)
-        if not packer.together(like):
-            yield from (([self._rows(one)], False) for one in parts)
+        With each comes whether it is gated.
+        """
+        weights, gated = packed_range.linear.weights, packed_range.gated
+        without_memory = self._without_memory(packed_range.linear)
+        if not packed_range.packer.have_one_layout(without_memory):
+            for rows in weights:
+                yield [self._read(rows)], False
             return
-        whole = gated or not any(len(one) % BLOCK for one in like[:-1])
-        if not whole or not all(one.plain for one in parts):
-            yield self._stored(parts), gated
+        fills_blocks = all(len(weight) % BLOCK == 0 for weight in without_memory[:-1])
+        divisible = (gated or fills_blocks) and all(rows.plain for rows in weights)
+        if not divisible:
+            yield [self._read(rows) for rows in weights], gated
             return
-        inputs = self._parameters.shape(parts[0].name)[1]
+        inputs = self._parameters.shape(weights[0].name)[1]
         step = max(1, CHUNK // (4 * inputs * BLOCK)) * BLOCK
-        for together in [parts] if gated else [(one,) for one in parts]:
-            count = self._parameters.shape(together[0].name)[0] // together[0].parts
+        together = [weights] if gated else [(rows,) for rows in weights]
+        for group in together:
+            count = self._parameters.shape(group[0].name)[0] // group[0].parts
             for first in range(0, count, step):
                 last = min(first + step, count)
-                begins = [one.part * count + first for one in together]
-                named = zip(together, begins, strict=True)
-                rows = self._parameters.rows
-                yield [rows(one.name, at, at + last - first) for one, at in named], gated
+                yield [self._read_plain(rows, count, first, last) for rows in group], gated
+
+    def _read_plain(self, rows: ParameterRows, count: int, first: int, last: int) -> Any:
+        """Return rows `first` to `last` (excluded) of a part of `count` rows of a parameter."""
+        begin = rows.part * count
+        return self._parameters.rows(rows.name, begin + first, begin + last)

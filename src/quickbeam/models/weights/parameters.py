@@ -1,5 +1,7 @@
-"""The tensors that a `Stack` names, as its operations read them, and a model's parameters by name:
-in a model of transformers, or in files (`checkpoint.py`)."""
+"""A model's parameters by name, and what of them a `Stack` names, as its operations read them.
+
+The parameters are those of a model of transformers, or of files (`checkpoint.py`).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from quickbeam.models.stack import (
     Layer,
     Linear,
     Norm,
+    ParameterRows,
     QueryScale,
     Stack,
-    Tensor,
 )
 
 if TYPE_CHECKING:
@@ -41,15 +43,17 @@ def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
         if layer.attention is not None:
             yield layer.attention.qkv, False
             if layer.attention.latent is not None:
-                yield from ((one, False) for _, one in layer.attention.latent.parts)
+                for _, up in layer.attention.latent.parts:
+                    yield up, False
             yield layer.attention.out, False
         if layer.recurrent is not None:
             yield layer.recurrent.into, False
             yield layer.recurrent.out, False
-        yield from ((conv.shared, False) for conv in layer.convs or ())
-        for one in feed_forwards(layer):
-            yield one.up, one.gated
-            yield one.down, False
+        for conv in layer.convs or ():
+            yield conv.shared, False
+        for feed_forward in feed_forwards(layer):
+            yield feed_forward.up, feed_forward.gated
+            yield feed_forward.down, False
         if layer.per_layer is not None:
             yield layer.per_layer.gate, False
             yield layer.per_layer.out, False
@@ -59,10 +63,12 @@ def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
 
 def feed_forwards(layer: Layer) -> tuple[FeedForward, ...]:
     """Return a layer's feed-forward, or all of its experts, or both."""
-    of = layer.feed_forward
-    first = of.all if isinstance(of, Experts) else (of,) if of is not None else ()
-    parallel = layer.parallel_experts
-    return first if parallel is None else (*first, *parallel.experts.all)
+    feed_forward, parallel = layer.feed_forward, layer.parallel_experts
+    if isinstance(feed_forward, Experts):
+        several = feed_forward.all
+    else:
+        several = () if feed_forward is None else (feed_forward,)
+    return several if parallel is None else (*several, *parallel.experts.all)
 
 
 def experts(stack: Stack) -> Iterator[Experts]:
@@ -74,28 +80,33 @@ def experts(stack: Stack) -> Iterator[Experts]:
             yield layer.parallel_experts.experts
 
 
-def norms(of: object) -> Iterator[Norm]:
+def norms(part: object) -> Iterator[Norm]:
     """Yield all norms of a stack, or of a part of one."""
-    if isinstance(of, Norm):
-        yield of
-    elif isinstance(of, tuple):
-        yield from (norm for one in of for norm in norms(one))
-    elif is_dataclass(of):
-        yield from norms(tuple(vars(of).values()))
+    if isinstance(part, Norm):
+        yield part
+    elif isinstance(part, tuple):
+        for inner in part:
+            yield from norms(inner)
+    elif is_dataclass(part):
+        yield from norms(tuple(vars(part).values()))
 
 
-def names(of: object) -> set[str]:
-    """Return what a stack, or a part of one, has in fields of type `Name`."""
-    own = set[str]()
-    if isinstance(of, tuple):
-        return own.union(*map(names, of))
-    for field in fields(of) if is_dataclass(of) else ():
-        value = getattr(of, field.name)
+def names(part: object) -> set[str]:
+    """Return the names of parameters in a stack, or in a part of one: its fields of type `Name`."""
+    parameter_names = set[str]()
+    if isinstance(part, tuple):
+        for inner in part:
+            parameter_names |= names(inner)
+        return parameter_names
+    for field in fields(part) if is_dataclass(part) else ():
+        value = getattr(part, field.name)
         if "Name" not in str(field.type):
-            own |= names(value)
+            parameter_names |= names(value)
+        elif isinstance(value, str):
+            parameter_names.add(value)
         elif value is not None:
-            own |= {value} if isinstance(value, str) else set(value)
-    return own
+            parameter_names.update(value)
+    return parameter_names
 
 
 def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
@@ -105,10 +116,10 @@ def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
     return tensor
 
 
-def rows_of(rows: Tensor, tensor: Any) -> Any:
-    """Return the rows of a weight, `[outputs, inputs]`, or of a bias, `[outputs]`.
+def rows_of(rows: ParameterRows, tensor: Any) -> Any:
+    """Return rows of a weight, `[outputs, inputs]`, or of a bias, `[outputs]`.
 
-    `tensor`: the whole of it, as it is stored: a tensor, or `BlockRows` that aren't transposed.
+    `tensor`: all rows of the parameter: dense, or `BlockRows` that aren't transposed.
     """
     if isinstance(tensor, BlockRows):
         return replace(tensor, data=rows_of(replace(rows, transposed=False), tensor.data))
@@ -116,17 +127,20 @@ def rows_of(rows: Tensor, tensor: Any) -> Any:
     if rows.transposed and tensor.dim() == 2:
         tensor = tensor.t()
     if rows.cut is not None:
-        apart = tensor.reshape(rows.heads, -1, *tensor.shape[1:])
-        return apart[:, rows.cut[0] : rows.cut[1]].flatten(0, 1)
+        heads = tensor.reshape(rows.heads, -1, *tensor.shape[1:])
+        return heads[:, rows.cut[0] : rows.cut[1]].flatten(0, 1)
     if rows.parts == 1:
         return tensor
     size = len(tensor) // rows.heads // rows.parts
-    apart = tensor.reshape(rows.heads, rows.parts, size, *tensor.shape[1:])
-    return apart[:, rows.part].reshape(rows.heads * size, *tensor.shape[1:])
+    parts = tensor.reshape(rows.heads, rows.parts, size, *tensor.shape[1:])
+    return parts[:, rows.part].reshape(rows.heads * size, *tensor.shape[1:])
 
 
 def norm_weight(norm: Norm, parameter: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
-    """Return a norm's weight in float32, flat; None for ones. `parameter`: gives one by name."""
+    """Return a norm's weight in float32, flat; None for ones.
+
+    `parameter`: a function from a name to the parameter.
+    """
     if not norm.weights:
         return None
     weight = torch.cat([parameter(name).float().flatten() for name in norm.weights])
@@ -142,7 +156,8 @@ def query_factors(scale: QueryScale, positions: torch.Tensor) -> torch.Tensor:
 class Parameters(ABC):
     """Parameters by the names of transformers' causal language models.
 
-    `config`: the model's configuration, of its text part. `dtype`: what all are given in.
+    `config`: the configuration of the model's language part. `dtype`: the format that dense
+    parameters are read in.
     """
 
     config: Any
@@ -150,31 +165,30 @@ class Parameters(ABC):
 
     @abstractmethod
     def shape(self, name: str) -> list[int]:
-        """Return the shape of one."""
+        """Return a parameter's shape."""
 
     @abstractmethod
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
-        """Return rows `first` to `last` (excluded) of one; to its end where `last` is None."""
+        """Return rows `first` to `last` (excluded) of a parameter; `last` None: to its end."""
 
     def __call__(self, name: str) -> Any:
-        """Return the whole of one."""
+        """Return all rows of a parameter."""
         return self.rows(name)
 
     def mapped(self, name: str) -> Any:
-        """Return the whole of one, whose rows are read from its file as they are needed, where that
-        can be."""
+        """Return a parameter whose rows are read from the file as they are needed, if possible."""
         return self.rows(name)
 
     def like(self, name: str) -> Weight:
-        """Return something of the shape and format of one, without its numbers."""
+        """Return a parameter's shape and format alone, on the device `meta`."""
         return torch.empty(self.shape(name), device="meta")
 
     def release(self, layers: str, layer: int | None) -> None:  # noqa: B027
-        """Let go of a layer of the list `layers`, which is not needed any more; None: of a head."""
+        """Free a layer of the list `layers`, which is not needed any more; None: the head."""
 
 
 class ModelParameters(Parameters):
-    """Those of a model of transformers, which is taken over: what is released is emptied."""
+    """The parameters of a model of transformers, whose released layers are removed from it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.config, self.dtype = model.config.get_text_config(), model.dtype

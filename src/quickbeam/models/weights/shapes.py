@@ -10,16 +10,16 @@ import torch
 
 from quickbeam.errors import InvalidInput, refuse_incomplete
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.native.quantised import BlockRows, order_of
+from quickbeam.models.native.quantised import BlockRows, input_order_of
 from quickbeam.models.stack import (
     Attention,
     FeedForward,
     Linear,
     LinearAttention,
+    ParameterRows,
     Recurrent,
     ShortConv,
     Stack,
-    Tensor,
 )
 from quickbeam.models.weights.parameters import experts, linears, rows_of
 
@@ -27,15 +27,19 @@ from quickbeam.models.weights.parameters import experts, linears, rows_of
 def refuse_shared_experts(stack: Stack, like: Callable[[str], Any]) -> None:
     """Raise `NotDescribed` for shared experts that the kernels' operation can't read.
 
-    Their gates and what these let through are of one format, and inputs are in their own order.
-    `like(name)`: a parameter, or something of its format.
+    It needs gate and up projections of one format, and inputs without another order. `like(name)`:
+    a parameter, or its shape and format alone.
     """
-    for of in (one.shared for one in experts(stack) if one.shared is not None):
-        up, down = ([like(one.name) for one in part.weights] for part in (of.up, of.down))
-        formats = {one.name if isinstance(one, BlockRows) else "dense" for one in up}
+    for layer_experts in experts(stack):
+        shared = layer_experts.shared
+        if shared is None:
+            continue
+        up = [like(rows.name) for rows in shared.up.weights]
+        down = [like(rows.name) for rows in shared.down.weights]
+        formats = {weight.name if isinstance(weight, BlockRows) else "dense" for weight in up}
         if len(formats) > 1:
             raise NotDescribed(f"a shared expert is of {' and '.join(sorted(formats))}")
-        if any(order_of(one) is not None for one in up + down):
+        if any(input_order_of(weight) is not None for weight in up + down):
             raise NotDescribed("a shared expert is quantised with activation order")
 
 
@@ -44,19 +48,30 @@ def refuse_other_experts(stack: Stack, shape: Callable[[str], list[int]]) -> Non
 
     `shape(name)`: of a parameter.
     """
-    for of in experts(stack):
-        count, (first, *_) = len(of.chosen), of.chosen
-        read = (*first.up.weights, *first.down.weights, *of.routing.logits.weights)
-        shapes = {one.name: shape(one.name) for one in read}
-        odd = [(name, own, [count, *own[1:]]) for name, own in shapes.items() if own[0] != count]
+    for layer_experts in experts(stack):
+        count, first = len(layer_experts.chosen), layer_experts.chosen[0]
+        router = layer_experts.routing.logits.weights
+        odd = []
+        for name in {rows.name for rows in (*first.up.weights, *first.down.weights, *router)}:
+            stored = shape(name)
+            if stored[0] != count:
+                odd.append((name, stored, [count, *stored[1:]]))
         refuse_incomplete([], odd)
-        alone = {one: rows_of(one, torch.empty(shapes[one.name], device="meta")) for one in read}
-        (down,), up = first.down.weights, first.up.weights
-        if any(len(alone[one]) != alone[down].shape[1] for one in up):
-            raise InvalidInput(
-                f"{down.name} reads {alone[down].shape[1]} numbers of an expert, and {up[0].name} "
-                f"gives {len(alone[up[0]])}: they are of two models"
-            )
+
+        (down,) = first.down.weights
+        inner = _shape_of_rows(down, shape)[1]
+        for up in first.up.weights:
+            outputs = _shape_of_rows(up, shape)[0]
+            if outputs != inner:
+                raise InvalidInput(
+                    f"{down.name} reads {inner} numbers of an expert, and {up.name} gives "
+                    f"{outputs}: they are of two models"
+                )
+
+
+def _shape_of_rows(rows: ParameterRows, shape: Callable[[str], list[int]]) -> list[int]:
+    """Return the shape that rows of a parameter have. `shape(name)`: of a parameter."""
+    return list(rows_of(rows, torch.empty(shape(rows.name), device="meta")).shape)
 
 
 def check_shapes(
@@ -67,67 +82,73 @@ def check_shapes(
     The latter are experts, biases, and norms of queries, keys and recurrences. `shape(name)`: of a
     parameter. `wanted`: shapes by name.
     """
-    compared = [(name, shape(name), one) for name, one in wanted.items()]
-    refuse_incomplete([], [one for one in compared if one[1] != one[2]])
+    shapes = [(name, shape(name), wanted_shape) for name, wanted_shape in wanted.items()]
+    refuse_incomplete([], [entry for entry in shapes if entry[1] != entry[2]])
     refuse_other_experts(stack, shape)
-
-    def size(one: Tensor) -> int:
-        return len(rows_of(one, torch.empty(shape(one.name), device="meta")))
 
     odd = []
     for linear, _ in linears(stack):
         for weight, bias in zip(linear.weights, linear.biases, strict=False):
-            if size(weight) != size(bias):
-                odd.append((bias.name, [size(bias)], [size(weight)]))
-    for of in stack.attentions:
-        for norm, heads in zip(of.norms or (), (of.heads, of.kv_heads), strict=False):
+            size, outputs = _shape_of_rows(bias, shape)[0], _shape_of_rows(weight, shape)[0]
+            if size != outputs:
+                odd.append((bias.name, [size], [outputs]))
+    for attention in stack.attentions:
+        head_dim, head_counts = attention.head_dim, (attention.heads, attention.kv_heads)
+        for norm, heads in zip(attention.norms or (), head_counts, strict=False):
             sizes = [math.prod(shape(name)) for name in norm.weights]
-            if sum(sizes) not in (0, of.head_dim, heads * of.head_dim):
-                odd.append((norm.weights[0], sizes, [of.head_dim]))
-    for one in stack.recurrents:
-        if isinstance(one, LinearAttention) and one.norm is not None:
-            inner = one.heads * one.value_dim
-            sizes = [math.prod(shape(name)) for name in one.norm.weights]
-            if sum(sizes) not in (inner // one.groups, inner):
-                odd.append((one.norm.weights[0], sizes, [inner // one.groups]))
+            if sum(sizes) not in (0, head_dim, heads * head_dim):
+                odd.append((norm.weights[0], sizes, [head_dim]))
+    for recurrent in stack.recurrents:
+        if isinstance(recurrent, LinearAttention) and recurrent.norm is not None:
+            inner = recurrent.heads * recurrent.value_dim
+            group = inner // recurrent.groups
+            sizes = [math.prod(shape(name)) for name in recurrent.norm.weights]
+            if sum(sizes) not in (group, inner):
+                odd.append((recurrent.norm.weights[0], sizes, [group]))
     refuse_incomplete([], odd)
 
 
 def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
     """Return the shapes that a configuration gives parameters of a stack, by name."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None)
-    if stack.recurrents or getattr(config, "use_double_wide_mlp", False):  # they adjust the size
+    if stack.recurrents or getattr(config, "use_double_wide_mlp", False):  # some adjust the size
         inner = None
     shapes: dict[str, list[int]] = {}
 
     def put(linear: Linear, rows: Sequence[int], inputs: int) -> None:
-        for one, count in zip(linear.weights, rows, strict=False):
-            shape = [count * one.parts, inputs]
-            shapes[one.name] = shape[::-1] if one.transposed else shape
+        for weight_rows, count in zip(linear.weights, rows, strict=False):
+            shape = [count * weight_rows.parts, inputs]
+            shapes[weight_rows.name] = shape[::-1] if weight_rows.transposed else shape
 
     for layer in stack.layers:
-        if isinstance(of := layer.attention, Attention):
-            sizes = [of.heads, of.kv_heads, of.kv_heads]
-            apart = all(one.parts == 1 and one.cut is None for one in of.qkv.weights)
-            if len(of.qkv.weights) == 3 and apart:
-                put(of.qkv, [size * of.head_dim for size in sizes], width)
-            put(of.out, [width], of.heads * of.value_dim)
-        if (mixer := layer.recurrent) is not None:
-            shapes |= _expected_recurrent(mixer, put, width)
-        if isinstance(fed := layer.feed_forward, FeedForward) and isinstance(inner, int):
-            put(fed.up, [inner, inner], width)
-            put(fed.down, [width], inner)
-        around = [layer.attention_before, layer.feed_forward_before]
-        around += [layer.attention_after, layer.feed_forward_after]
-        shapes |= {layer.scalar: [1]} if layer.scalar else {}
-        shapes |= {name: [width] for norm in around if norm is not None for name in norm.weights}
-        if (by := layer.per_layer) is not None and stack.per_layer is not None:
-            put(by.gate, [stack.per_layer.width], width)
-            put(by.out, [width], stack.per_layer.width)
-    if (of_layers := stack.per_layer) is not None:
-        every = len(stack.layers) * of_layers.width
-        put(of_layers.projection, [every], width)
-        shapes[of_layers.table] = [config.vocab_size_per_layer_input, every]
+        attention, feed_forward = layer.attention, layer.feed_forward
+        if attention is not None:
+            if _has_three_weights(attention):
+                heads = [attention.heads, attention.kv_heads, attention.kv_heads]
+                put(attention.qkv, [count * attention.head_dim for count in heads], width)
+            put(attention.out, [width], attention.heads * attention.value_dim)
+        if layer.recurrent is not None:
+            shapes |= _expected_recurrent(layer.recurrent, put, width)
+        if isinstance(feed_forward, FeedForward) and isinstance(inner, int):
+            put(feed_forward.up, [inner, inner], width)
+            put(feed_forward.down, [width], inner)
+        for norm in (
+            layer.attention_before,
+            layer.feed_forward_before,
+            layer.attention_after,
+            layer.feed_forward_after,
+        ):
+            if norm is not None:
+                shapes |= {name: [width] for name in norm.weights}
+        if layer.scalar is not None:
+            shapes[layer.scalar] = [1]
+        if layer.per_layer is not None and stack.per_layer is not None:
+            put(layer.per_layer.gate, [stack.per_layer.width], width)
+            put(layer.per_layer.out, [width], stack.per_layer.width)
+    if stack.per_layer is not None:
+        all_layers = len(stack.layers) * stack.per_layer.width
+        put(stack.per_layer.projection, [all_layers], width)
+        shapes[stack.per_layer.table] = [config.vocab_size_per_layer_input, all_layers]
     shapes |= {name: [width] for name in stack.norm.weights}
     put(stack.head, [config.vocab_size], width)
     if stack.positions is not None:
@@ -136,20 +157,33 @@ def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
     return shapes | {stack.embedding: [config.vocab_size, width]}
 
 
+def _has_three_weights(attention: Attention) -> bool:
+    """Whether queries, keys and values are of a whole parameter each."""
+    weights = attention.qkv.weights
+    return len(weights) == 3 and all(rows.parts == 1 and rows.cut is None for rows in weights)
+
+
 def _expected_recurrent(
-    of: Recurrent, put: Callable[[Linear, Sequence[int], int], None], width: int
+    recurrent: Recurrent, put: Callable[[Linear, Sequence[int], int], None], width: int
 ) -> dict[str, list[int]]:
-    shapes = {of.weight: [of.channels, 1, of.taps]}
-    shapes |= {of.bias: [of.channels]} if of.bias else {}
-    if isinstance(of, ShortConv):
-        put(of.into, [3 * of.channels], width)
-        put(of.out, [width], of.channels)
+    channels = recurrent.channels
+    shapes = {recurrent.weight: [channels, 1, recurrent.taps]}
+    if recurrent.bias is not None:
+        shapes[recurrent.bias] = [channels]
+    if isinstance(recurrent, ShortConv):
+        put(recurrent.into, [3 * channels], width)
+        put(recurrent.out, [width], channels)
         return shapes
-    inner = of.heads * of.value_dim
-    put(of.out, [width], inner)
-    put(of.into, [of.channels, inner, of.heads, of.heads], width)
-    for one in of.into.weights:  # a tensor's last cut is its end; rates and decays are parts of one
-        if one.cut or one.parts > 1:
-            rows = one.heads * one.cut[1] if one.cut else one.parts * of.heads
-            shapes[one.name] = [rows, width]
-    return shapes | {name: [of.heads] for name in (of.log_slope, of.shift, of.skip) if name}
+    heads = recurrent.heads
+    inner = heads * recurrent.value_dim
+    put(recurrent.out, [width], inner)
+    put(recurrent.into, [channels, inner, heads, heads], width)
+    for rows in recurrent.into.weights:
+        if rows.cut is not None:  # the last cut ends where the parameter does
+            shapes[rows.name] = [rows.heads * rows.cut[1], width]
+        elif rows.parts > 1:  # rates and decays are parts of one parameter
+            shapes[rows.name] = [rows.parts * heads, width]
+    for name in (recurrent.log_slope, recurrent.shift, recurrent.skip):
+        if name is not None:
+            shapes[name] = [heads]
+    return shapes

@@ -15,7 +15,7 @@ import weakref
 import zipfile
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,25 +46,25 @@ OTHERS = ("adapter", "consolidated")  # how files begin that hold something else
 BROKEN = (ValueError, LookupError, TypeError, AttributeError)
 # the same for pickles
 BROKEN_PICKLE = (*BROKEN, OSError, EOFError, RuntimeError, pickle.UnpicklingError)
-_one_at_a_time = threading.Lock()
+_position_lock = threading.Lock()  # of a file, where it has to be set before reading
 
 
-def read_into(room: memoryview, file: int, at: int, least: int | None = None) -> int:
-    """Fill `room`, or at least its first `least` bytes, with those of an open file from `at` on.
+def read_into(buffer: memoryview, file: int, offset: int, least: int | None = None) -> int:
+    """Fill a buffer, or at least its first `least` bytes, from byte `offset` of an open file on.
 
-    Returns how many were read, fewer only where the file ends. Several threads may read one file.
-    Raises `OSError`.
+    Returns how many bytes were read, fewer only where the file ends. Several threads may read one
+    file. Raises `OSError`.
     """
     done = 0
-    while done < (len(room) if least is None else least):
+    while done < (len(buffer) if least is None else least):
         if hasattr(os, "preadv"):
-            count = os.preadv(file, [room[done:]], at + done)
+            count = os.preadv(file, [buffer[done:]], offset + done)
         else:  # Windows can't read elsewhere than at the file's position
-            with _one_at_a_time:
-                os.lseek(file, at + done, os.SEEK_SET)
-                data = os.read(file, len(room) - done)
+            with _position_lock:
+                os.lseek(file, offset + done, os.SEEK_SET)
+                data = os.read(file, len(buffer) - done)
             count = len(data)
-            room[done : done + count] = data
+            buffer[done : done + count] = data
         if not count:
             break
         done += count
@@ -83,16 +83,18 @@ class _StoredTensor(NamedTuple):
 
     def rows(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
         """Return rows `first` to `last` (excluded). Raises `OSError`."""
-        inner = self.shape[1:]
-        row = dtype.itemsize * math.prod(inner)
-        data = torch.empty((last - first) * row, dtype=torch.uint8)
-        if read_into(data.numpy().data, self.fd, self.first + first * row) < len(data):
+        row_shape = self.shape[1:]
+        row_bytes = dtype.itemsize * math.prod(row_shape)
+        data = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
+        if read_into(data.numpy().data, self.fd, self.first + first * row_bytes) < len(data):
             raise OSError("the file ends too early")
-        return data.view(dtype).view(last - first, *inner)
+        return data.view(dtype).view(last - first, *row_shape)
 
     def mapped(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the whole, whose rows are read as they are needed. Raises `OSError` and
-        `RuntimeError`."""
+        """Return the tensor, whose rows are read as they are needed.
+
+        Raises `OSError` and `RuntimeError`.
+        """
         if self.first % dtype.itemsize:
             return self.rows(0, self.shape[0], dtype)
         path = str(self.path)
@@ -120,22 +122,21 @@ class _PickledTensor(NamedTuple):
         return tensor[first:last].clone(memory_format=torch.contiguous_format)
 
     def mapped(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the whole, whose rows are read as they are needed."""
+        """Return the tensor, whose rows are read as they are needed."""
         return self.tensor.contiguous()
 
 
 class TensorFiles:
-    """All tensors of a folder. `names`: of all of them.
+    """All tensors of a folder, by their `names`.
 
-    Those of safetensors are read past PyTorch's memory maps, whose pages would count as memory of
-    the process, and are slow to come.
+    Safetensors files are read past PyTorch's memory maps, whose pages would count as memory of the
+    process, and are slow to come.
     """
 
     def __init__(self, folder: Path) -> None:
         """Open the files.
 
-        Raises `InvalidInput` without any, and for broken ones. Nothing but tensors is made of what
-        a pickle holds.
+        Raises `InvalidInput` without any, and for broken ones. Nothing but tensors is unpickled.
         """
         self._tensors = dict[str, _StoredTensor | _PickledTensor]()
         files = weight_files(folder)
@@ -158,29 +159,34 @@ class TensorFiles:
         self.names = self._tensors.keys()
 
     def _open(self, path: Path) -> None:
+        """Add the tensors of a safetensors file. Raises one of `BROKEN` for another file."""
         with open(path, "rb") as file:
-            size, end = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+            size = int.from_bytes(file.read(8), "little")
+            end = os.fstat(file.fileno()).st_size
             if not 0 < size < end:
                 raise ValueError("it is no safetensors file")
             header = json.loads(file.read(size))
             fd = os.dup(file.fileno())
         weakref.finalize(self, os.close, fd)
         header.pop("__metadata__", None)
-        for name, of in header.items():
-            kind, shape, (first, last) = str(of["dtype"]), of["shape"], of["data_offsets"]
-            if not all(type(one) is int and one >= 0 for one in (*shape, first, last)):
+        spans = list[tuple[Any, str]]()
+        for name, entry in header.items():
+            kind, shape = str(entry["dtype"]), entry["shape"]
+            first, last = entry["data_offsets"]
+            if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
                 raise ValueError(f"{name[:80]!r} of shape {shape} at {first} to {last}")
+            spans.append(((first, last), name))
             first, last = 8 + size + first, 8 + size + last
             itemsize = DTYPES[kind].itemsize if kind in DTYPES else 0
             if last > end or (itemsize and math.prod(shape) * itemsize != last - first):
                 raise ValueError(f"{name[:80]!r} of shape {shape} at bytes {first} to {last}")
             self._tensors[name] = _StoredTensor(path, fd, kind, shape, first, last)
-        spans = sorted((one["data_offsets"], name) for name, one in header.items())
-        for (before, name), (after, other) in pairwise(spans):
-            if after[0] < before[1]:
+        for ((_, end_of_name), name), ((begin, _), other) in pairwise(sorted(spans)):
+            if begin < end_of_name:
                 raise ValueError(f"{name[:80]!r} and {other[:80]!r} lie in the same place")
 
     def _load(self, path: Path) -> None:
+        """Add the tensors of a `.bin` file. Raises one of `BROKEN_PICKLE` for another file."""
         # files of PyTorch before 1.6 are no archives, and can't be mapped
         mapped = zipfile.is_zipfile(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -195,12 +201,13 @@ class TensorFiles:
         return list(self._tensors[name].shape)
 
     def kind(self, name: str) -> str:
-        """Return the type of a tensor's numbers, as safetensors writes it (`BF16`)."""
+        """Return the type of a tensor's elements, as safetensors writes it (`BF16`)."""
         return self._tensors[name].kind
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type of a tensor's numbers. Raises `NotDescribed` for others than are read."""
-        if (kind := self.kind(name)) not in DTYPES:
+        """Return the type of a tensor's elements. Raises `NotDescribed` for one that isn't read."""
+        kind = self.kind(name)
+        if kind not in DTYPES:
             raise NotDescribed(
                 f"{name} has numbers of type {kind}; read are {', '.join(DTYPES)}: take another "
                 "checkpoint"
@@ -244,9 +251,9 @@ class TensorFiles:
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold a model's weights; none where there are no such files.
 
-    They are those of the index, or `SINGLE`, or without both all shards of a numbered set. Where
-    there are no safetensors, the same is looked for of `.bin` files. Raises `InvalidInput` for an
-    index that can't be read, and for a set that is not whole.
+    The files are those of the index, or `SINGLE`, or without both all shards of a numbered set.
+    Without safetensors files, `.bin` files are looked for in the same way. Raises `InvalidInput`
+    for an index that can't be read, and for a set that is not complete.
     """
     files = _weight_files(folder, SINGLE, INDEX)
     return files or _weight_files(folder, PICKLED, PICKLED_INDEX)
@@ -256,8 +263,8 @@ def _weight_files(folder: Path, single: str, index: str) -> list[Path]:
     if not any((folder / name).is_file() for name in (single, index)):
         return _shards(folder, Path(single).suffix, index)
     try:
-        listed = index_of(folder, single, index)
-        names = [single] if listed is None else sorted(set(listed.values()))
+        file_of_tensor = index_of(folder, single, index)
+        names = [single] if file_of_tensor is None else sorted(set(file_of_tensor.values()))
         return [folder / name for name in names]
     except (OSError, *BROKEN) as error:
         raise InvalidInput(
@@ -271,8 +278,8 @@ def _shards(folder: Path, suffix: str, index: str) -> list[Path]:
     for path in sorted(folder.glob(f"*{suffix}")):
         matched = SHARD.fullmatch(path.name)
         if matched and not path.name.startswith(OTHERS):
-            stem, number, count = matched[1], int(matched[2]), int(matched[3])
-            sets.setdefault((stem, count), {})[number] = path
+            shard_set = matched[1], int(matched[3])
+            sets.setdefault(shard_set, {})[int(matched[2])] = path
     if not sets:
         return []
     if len(sets) > 1:
@@ -281,10 +288,10 @@ def _shards(folder: Path, suffix: str, index: str) -> list[Path]:
             f"{folder} holds shards of several sets ({kinds}), and no {index} says which: keep one"
         )
     (stem, count), shards = next(iter(sets.items()))
-    lacking = [number for number in range(1, count + 1) if number not in shards]
-    if lacking:
+    missing = [number for number in range(1, count + 1) if number not in shards]
+    if missing:
         raise InvalidInput(
-            f"{folder} lacks part {lacking[0]} of {count} of {stem}: download it again, with all "
+            f"{folder} lacks part {missing[0]} of {count} of {stem}: download it again, with all "
             "of its files"
         )
     return list(shards.values())

@@ -16,7 +16,7 @@ from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight, with_data
-from quickbeam.models.rotary import hold
+from quickbeam.models.rotary import limit_context
 from quickbeam.models.stack import LinearAttention, Stack
 from quickbeam.models.text.gguf_tokenizer import file_eos_ids, load_tokenizer
 from quickbeam.models.weights.checkpoint import ModelConfig
@@ -211,7 +211,7 @@ class GgufCheckpoint(GgufParameters):
         name, fields = architecture_of(file)
         self._architecture = name
         config: Any = ModelConfig(fields)
-        hold(config)
+        limit_context(config)
         stack: Stack = stack_of(config, dtype)
         try:
             self.tokenizer = load_tokenizer(file)
