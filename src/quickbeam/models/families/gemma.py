@@ -189,7 +189,8 @@ def _gemma4_layer(config: Config, i: int) -> Layer:
 
 
 def _gemma4_attention(config: Config, i: int) -> Attention:
-    prefix, kind, source = f"model.layers.{i}.self_attn", config.layer_types[i], _source(config, i)
+    prefix, kind = f"model.layers.{i}.self_attn", config.layer_types[i]
+    source = _source(config, i)
     if kind not in ("full_attention", "sliding_attention"):
         raise NotDescribed(f"a layer of kind {kind}")
     layer, full = config.layer(i), kind == "full_attention"

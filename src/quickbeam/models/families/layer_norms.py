@@ -247,8 +247,8 @@ def falcon(config: Config) -> Stack:
     config.must("alibi", False)
     config.must("parallel_attn", True, *([] if grouped else [False]))
     config.ignore("ff_factor ffn_hidden_size")  # sizes that the weights have
-    heads, dim, bias = config.num_attention_heads, _equal_dim(config), bool(config.bias)
-    parallel = bool(config.parallel_attn)
+    heads, dim = config.num_attention_heads, _equal_dim(config)
+    bias, parallel = bool(config.bias), bool(config.parallel_attn)
     names = PARALLEL if parallel else BEFORE
     kv_heads = 1 if config.multi_query else heads
     if grouped:
@@ -260,8 +260,8 @@ def falcon(config: Config) -> Stack:
 
     def rows(name: str) -> tuple[Tensor, ...]:
         queries = heads // kv_heads * dim  # rows that share a key
-        ends = (0, queries, queries + dim, queries + 2 * dim)
-        return tuple(Tensor(name, heads=kv_heads, cut=cut) for cut in pairwise(ends))
+        bounds = (0, queries, queries + dim, queries + 2 * dim)
+        return tuple(Tensor(name, heads=kv_heads, cut=cut) for cut in pairwise(bounds))
 
     def layer(i: int) -> Layer:
         prefix = f"{inside}.{i}"

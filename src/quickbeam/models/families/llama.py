@@ -284,8 +284,8 @@ def _hunyuan(config: Config, feed_forward: Callable[[int], FeedForward | Experts
         use_qk_norm=True,
         use_rotary_pos_emb=True,
     )
-    dim, rope, base = head_dim_of(config), config.rope_parameters, None
-    alpha = rope.get("alpha")
+    dim, rope = head_dim_of(config), config.rope_parameters
+    alpha, base = rope.get("alpha"), None
     if rope.get("rope_type") == "dynamic" and alpha:
         base = float(rope["rope_theta"] * alpha ** (dim / (dim - 2)))
 

@@ -86,7 +86,10 @@ def falcon_h1(config: Config) -> Stack:
     attention_in, ssm_in = config.attention_in_multiplier, config.ssm_in_multiplier
     if (config.attention_bias and attention_in != 1) or (config.mamba_proj_bias and ssm_in != 1):
         raise NotDescribed("a factor before a product with a bias")
-    gates, values, keys, queries, steps = (ssm_in * one for one in config.ssm_multipliers)
+    # of gates, values, keys, queries and steps
+    factors = [ssm_in * factor for factor in config.ssm_multipliers]
+    if len(factors) != 5:
+        raise NotDescribed(f"{len(factors)} ssm_multipliers")
     gate_scale, down_scale = config.mlp_multipliers
 
     def mamba(i: int) -> LinearAttention:
@@ -95,9 +98,9 @@ def falcon_h1(config: Config) -> Stack:
             _usual_mamba2(config, i, normed=config.mamba_rms_norm),
             out=linear(f"{prefix}.out_proj", bias=bool(config.projectors_bias)),
             norm_last=not config.mamba_norm_before_gate,
-            gate_scale=gates,
-            scales=(values, keys, queries),
-            step_scale=steps,
+            gate_scale=factors[0],
+            scales=(factors[1], factors[2], factors[3]),
+            step_scale=factors[4],
             factor=config.ssm_out_multiplier,
         )
 

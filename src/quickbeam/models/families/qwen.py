@@ -202,9 +202,9 @@ def _delta_rule(config: Config, prefix: str, separate: bool) -> LinearAttention:
         into = Linear((*stacked(prefix, "in_proj_qkv", "in_proj_z").weights, rates, decays))
     else:  # of each key head its query, its key, and the values and gates of its heads
         values = heads // key_heads * value_dim
-        ends = (0, key_dim, 2 * key_dim, 2 * key_dim + values, 2 * key_dim + 2 * values)
+        bounds = (0, key_dim, 2 * key_dim, 2 * key_dim + values, 2 * key_dim + 2 * values)
         name = f"{prefix}.in_proj_qkvz.weight"
-        cuts = (Tensor(name, heads=key_heads, cut=cut) for cut in pairwise(ends))
+        cuts = (Tensor(name, heads=key_heads, cut=cut) for cut in pairwise(bounds))
         into = Linear((*cuts, rates, decays))
     return LinearAttention(
         into=into,

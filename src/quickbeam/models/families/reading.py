@@ -387,8 +387,8 @@ def experts(
         down = Tensor(f"{prefix}.down_proj", expert=number)
         return FeedForward(Linear((gate, up)), Linear((down,)), kernel, gated=True)
 
-    every = tuple(expert(number) for number in range(count))
-    return Experts(routing, every, shared, shared_gate)
+    feed_forwards = tuple(expert(number) for number in range(count))
+    return Experts(routing, feed_forwards, shared, shared_gate)
 
 
 def layer_of(

@@ -124,8 +124,8 @@ def _load(folder: Path, config: Any) -> Any:
     kind = BY_MODEL_TYPE.get(model_type, kind)
     # transformers corrects the tokenizers of Mistral's models
     special = model_type in SPECIAL_TYPES or "stral" in model_type
-    known = kind in READ_AS_IT_IS or kind in CHANGED
-    if known and not special and _is_plain(folder, fields):
+    readable = kind in READ_AS_IT_IS or kind in CHANGED
+    if readable and not special and _is_plain(folder, fields):
         normalizer, split, defaults = CHANGED.get(kind, (None, None, {}))
         tokenizer = read_tokenizer(folder, defaults | fields)
         if normalizer is not None:

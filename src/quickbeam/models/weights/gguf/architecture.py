@@ -282,7 +282,7 @@ def _later_gemma(metadata: Metadata, model_type: str, largest: int, every: int) 
 
 
 def _gemma2(metadata: Metadata) -> dict[str, Any]:
-    """Files from before there were keys for its softcaps have these."""
+    """Softcaps are as published in older files, which have no keys for them."""
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     fields = _later_gemma(metadata, "gemma2", largest=46, every=2)
     return fields | {name: metadata.get(name, cap) for name, cap in caps.items()}
@@ -326,7 +326,7 @@ def _gemma4(metadata: Metadata) -> dict[str, Any]:
         "global_head_dim": full_head_dim,
         "attention_k_eq_v": values_are_keys,
         "num_global_key_value_heads": full_kv_heads if values_are_keys else None,
-        "layer_types": [LAYER_KINDS[near] for near in windowed],
+        "layer_types": [LAYER_KINDS[flag] for flag in windowed],
         "sliding_window": metadata["attention.sliding_window"],
         "hidden_act": None,
         "hidden_activation": "gelu_pytorch_tanh",

@@ -69,7 +69,8 @@ class GgufParameters(Parameters):
     ) -> None:
         """Raises `NotDescribed` for what is not described, and `InvalidInput` for a file that is
         not whole."""
-        self.file, self.config, self.stack = file, config, stack
+        self.file = file
+        self.config, self.stack = config, stack
         self._interleaved = architecture in INTERLEAVED
         self._interleaved_experts = architecture in INTERLEAVED_EXPERTS
         self.dtype, self._kernels = dtype, kernels

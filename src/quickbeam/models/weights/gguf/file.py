@@ -55,7 +55,8 @@ def parts_of(path: Path) -> list[Path]:
     match = PART.fullmatch(path.stem)
     if match is None or int(match[3]) < 2:
         return [path]
-    name, number, count = match[1], int(match[2]), int(match[3])
+    name = match[1]
+    number, count = int(match[2]), int(match[3])
     paths = [path.with_name(f"{name}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     if number != 1:
         raise InvalidInput(f"{path} is part {number} of {count}: give {paths[0].name}")
@@ -199,7 +200,8 @@ class _Part:
 
     def _strings(self, count: int) -> list[str]:
         # a vocabulary has 200,000 of them, so this doesn't call `_string`
-        texts, data, position = [], self._map, self._position
+        texts = []
+        data, position = self._map, self._position
         for _ in range(count):
             first = position + 8
             position = first + int.from_bytes(data[position:first], "little")

@@ -70,7 +70,8 @@ class Metadata:
     def get(self, key: str, default: Any = None) -> Any:
         """Return a number or a text; `default` where it is missing.
 
-        Raises `InvalidInput` for values that differ from layer to layer, or that are none.
+        Raises `InvalidInput` for values that differ from layer to layer, and for lists, infinities
+        and NaN.
         """
         self._read.add(key)
         value = self.file.metadata.get(f"{self.name}.{key}", default)
@@ -222,7 +223,10 @@ def scaling_of(metadata: Metadata) -> dict[str, Any]:
 
 
 def single(values: Iterable[Any], what: str) -> Any:
-    """Return the one value that isn't 0 or missing; None where there is none."""
+    """Return the value that is in `values` beside 0 and None; None where there is no such value.
+
+    Raises `InvalidInput`, with the word `what`, for several values.
+    """
     distinct = {value for value in values if value}
     if len(distinct) > 1:
         raise InvalidInput(f"its layers have different {what}, which is not known: {INSTEAD}")
@@ -297,26 +301,26 @@ def expert_fields(metadata: Metadata, name: str = "num_local_experts") -> dict[s
 
 
 def window_fields(metadata: Metadata, every: int | None = None) -> dict[str, Any]:
-    """Return a window, and the kinds of the layers: those with it, and those without.
+    """Return the window in tokens, and for each layer whether it has the window.
 
-    Where a file doesn't say which layers have it, each `every`-th has none. Raises `InvalidInput`
-    where neither says it.
+    `every`: where a file doesn't name the layers, each `every`-th has no window (0: all have one).
+    Raises `InvalidInput` where neither names them.
     """
     size = metadata["attention.sliding_window"]
     key, layers = "attention.sliding_window_pattern", metadata["block_count"]
     if isinstance(metadata.file.metadata.get(f"{metadata.name}.{key}"), np.ndarray):
         windowed = [bool(flag) for flag in metadata.by_layer(key)]
-    elif (period := metadata.get(key, every)) is None:
-        raise metadata.refusal(
-            "attention.sliding_window", f"is {size}, of layers that no key names"
-        )
     else:
+        period = metadata.get(key, every)
+        if period is None:
+            what = f"is {size}, of layers that no key names"
+            raise metadata.refusal("attention.sliding_window", what)
         windowed = [period == 0 or (i + 1) % period != 0 for i in range(layers)]
-    return {"sliding_window": size, "layer_types": [LAYER_KINDS[near] for near in windowed]}
+    return {"sliding_window": size, "layer_types": [LAYER_KINDS[flag] for flag in windowed]}
 
 
 def has_window(metadata: Metadata) -> bool:
-    """Return whether a window is shorter than the context; one that isn't changes nothing."""
+    """Whether there is a window that is shorter than the context. Others change nothing."""
     size = metadata.get("attention.sliding_window") or 0
     if size >= metadata.context_length:
         metadata.note("attention.sliding_window_pattern")
