@@ -6,7 +6,7 @@ from statistics import mean
 import pytest
 import torch
 
-from drafters import KnownDrafter, context_of, grow, paths, tree_of, zipf_drafter
+from drafters import KnownDrafter, context_of, paths, propose, tree_of, zipf_drafter
 from quickbeam import LLM, SamplingParams
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.last_logits import LastLogits
@@ -132,7 +132,7 @@ def test_only_the_first_call_of_a_block_drafter_costs_anything():
         assert len(tree_of(policy, context, 64, 20, call=9.0)) == 1  # that one is too slow
         assert drafter.rounds == rounds[-1]
         for _ in range(200):
-            tree, learn = grow(policy, context, 64, 20)
+            tree, learn = propose(policy, context, 64, 20)
             learn(tree, tree.path(max(range(len(tree)), key=tree.depth.__getitem__))[:4])
         assert least < policy.model.accepted_per_asked < most
     assert 0 < rounds[0] < rounds[1] and sizes[0] < sizes[1]
@@ -150,9 +150,9 @@ def test_free_trees_hold_what_is_worth_its_cost_and_learn(name):
         sizes.append(len(tree))
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[2] > 1
     for _ in range(300):  # the text goes on differently each time
-        growth = policy.grow(context, 64, 20)
+        steps = policy.propose(context, 64, 20)
         with pytest.raises(StopIteration) as end:
-            next(growth)
+            next(steps)
         end.value.value.learn(end.value.value.tree, [0])
     assert len(end.value.value.tree) == 1
 

@@ -155,10 +155,10 @@ def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
     expected = answered(model, "logitspec", params, prompt_of(3)).output.token_ids
 
     class Raising(NoDraft):
-        def grow(self, context, budget, max_depth):
+        def propose(self, context, budget, max_depth):
             if len(context.ids) > 16:
                 raise ZeroDivisionError("in the policy")
-            return super().grow(context, budget, max_depth)
+            return super().propose(context, budget, max_depth)
 
     policy = engine.add(request(model, Raising(), params, prompt_of(2)))
     observe = raising(OSError("in the observer"))

@@ -80,7 +80,7 @@ def _tokens(tokenizer: Any, size: int) -> dict[tuple[bool, bytes], int]:
 
 
 # If about this many committed tokens are unread, they are read as a prompt is: without logits for
-# each of them. The engine lets drafters catch up from this many on (`growing.CATCH_UP`).
+# each of them. The engine lets drafters catch up from this many on (`proposing.CATCH_UP`).
 GAP = 32
 
 

@@ -8,8 +8,8 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
-from quickbeam.engine.growing import TreeDraft, fail
 from quickbeam.engine.prefix_cache import PrefixCache
+from quickbeam.engine.proposing import SequenceProposal, fail
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.models.base import Chain, Draft, Model, Part
 from quickbeam.models.cache.kv import NoRoom
@@ -23,12 +23,12 @@ MOST_TENANTS = 4096  # so many are remembered that don't wait
 class ScheduledPart(NamedTuple):
     """A sequence with its part of the next pass.
 
-    `growing` is its draft tree; None for a text that is read.
+    `proposal` is its draft tree; None for a text that is read.
     """
 
     sequence: SequenceState
     part: Part
-    growing: TreeDraft | None = None
+    proposal: SequenceProposal | None = None
 
 
 _arrival = attrgetter("arrival")

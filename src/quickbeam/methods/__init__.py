@@ -1,5 +1,6 @@
-"""The table of methods: for each, what grows its trees, its sources and its budget. What each does
-is in `docs/guides/methods.md`.
+"""The table of methods: for each, what proposes its trees, its sources and its budget.
+
+What each method does is in `docs/guides/methods.md`.
 
 Importing it takes no torch: a method's module is imported when the method is made.
 """

@@ -11,7 +11,7 @@ from quickbeam.drafters.base import Context, Drafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Answers, Ngram
 from quickbeam.methods.acceptance import AcceptanceModel
-from quickbeam.methods.base import Growth, Method
+from quickbeam.methods.base import Method, ProposalSteps
 from quickbeam.methods.free import FreeCandidates
 from quickbeam.methods.search import Search, best_first
 
@@ -32,7 +32,7 @@ class Auto(Method):
         self.sources = (drafter, ngram, last_logits, answers)
         self.model = AcceptanceModel()
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         free = FreeCandidates(context, self.last_logits, self.answers)
         search = Search(self.drafter, context, budget - 1, max_depth, self.model)
         return best_first(search, free.propose)

@@ -119,7 +119,9 @@ def ask(
             else DrawnChildren(distributions, i, context.generator)
             for i in range(len(nodes))
         ]
-    rows = proposals(context, distributions, [tree.depth[node] for node in nodes], count, least)
+    rows = likeliest_children(
+        context, distributions, [tree.depth[node] for node in nodes], count, least
+    )
     return [RankedChildren(row, i in forced) for i, row in enumerate(rows)]
 
 
@@ -134,7 +136,7 @@ def add_child(tree: TokenTree, node: int, children: Children, drafter: Drafter) 
     return tree.add(node, token, source, value, children.probs, probability)
 
 
-def proposals(
+def likeliest_children(
     context: Context,
     distributions: DraftProbs,
     depths: Sequence[int],

@@ -17,12 +17,14 @@ import torch
 
 from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs, DraftRequest
 from quickbeam.grammar.masks import AllowedTokens, Masks
-from quickbeam.methods.base import Grown, Growth
+from quickbeam.methods.base import Proposal, ProposalSteps
 from quickbeam.tree import TokenTree
 
 
-def constrained(growth: Growth, context: Context, budget: int, max_depth: int) -> Growth:
-    """Wrap a growth so that its drafter keeps to the context's grammar.
+def constrained(
+    steps: ProposalSteps, context: Context, budget: int, max_depth: int
+) -> ProposalSteps:
+    """Wrap a method's steps so that the drafter keeps to the context's grammar.
 
     What is left of the budget goes to forced runs.
     """
@@ -32,13 +34,13 @@ def constrained(growth: Growth, context: Context, budget: int, max_depth: int) -
     distributions: DraftProbs | None = None
     while True:
         try:
-            request = growth.send(distributions)
+            request = steps.send(distributions)
         except StopIteration as end:
-            grown: Grown = end.value
+            proposal: Proposal = end.value
             break
         distributions = yield from _answer(masks, request, read)
-    add_forced_runs(grown.tree, context, budget, max_depth)
-    return grown
+    add_forced_runs(proposal.tree, context, budget, max_depth)
+    return proposal
 
 
 def add_forced_runs(tree: TokenTree, context: Context, budget: int, max_depth: int) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Generator
 from heapq import heappop, heappush
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
-from quickbeam.methods.base import Grown, Growth, Method
-from quickbeam.methods.children import proposals
+from quickbeam.methods.base import Method, Proposal, ProposalSteps
+from quickbeam.methods.children import likeliest_children
 from quickbeam.noise import Row
 from quickbeam.tree import TokenTree
 
@@ -29,7 +29,7 @@ class DDTree(Method):
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.sources = drafter, (drafter,)
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         marginals = yield from self._marginals(context, budget - 1, max_depth)
         tree, heap = TokenTree(context.ids[-1]), list[tuple[float, int, int, int]]()
 
@@ -55,7 +55,7 @@ class DDTree(Method):
                 name = self.drafter.name if context.forced(path) is None else GRAMMAR
                 probability = probabilities[rank]
                 push(tree.add(parent, tokens[rank], name, -value, probability=probability), 0)
-        return Grown(tree)
+        return Proposal(tree)
 
     def _marginals(
         self, context: Context, size: int, max_depth: int
@@ -65,7 +65,7 @@ class DDTree(Method):
         for depth in range(min(max_depth, size)):
             answer = yield DraftRequest(context, path, [node])
             assert answer is not None
-            (row,) = proposals(context, answer, [depth], size)
+            (row,) = likeliest_children(context, answer, [depth], size)
             if not row[0]:
                 break
             rows.append(row)

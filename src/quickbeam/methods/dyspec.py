@@ -25,7 +25,7 @@ from quickbeam.methods.acceptance import (
     drafted,
     drawn,
 )
-from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.methods.base import Method, Proposal, ProposalSteps
 from quickbeam.methods.children import ROUNDING, Children, add_child, ask
 from quickbeam.methods.search import Search, best_first
 from quickbeam.tree import TokenTree
@@ -142,14 +142,14 @@ class DySpec(Method):
         self.model = AcceptanceModel()
         self._drafted, self._drawn = estimate or drafted, estimate or drawn
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         if context.draws:
             rate = lambda rank, d: self.model.rate(self._drawn(rank, d, None))  # noqa: E731
             worth = rate if self._drawn is drawn else lambda rank, peak: 1.0
             tree, draws = yield from sampled_tree(
                 self.drafter, context, budget, max_depth, rate, worth
             )
-            return Grown(tree, partial(self._learn, draws))
+            return Proposal(tree, partial(self._learn, draws))
         search = Search(self.drafter, context, budget - 1, max_depth, self.model, self._drafted)
         return (yield from best_first(search))
 
@@ -177,6 +177,8 @@ class Threshold(Method):
     def __init__(self, drafter: Drafter, threshold: float | None = None) -> None:
         self.drafter, self.sources, self.threshold = drafter, (drafter,), threshold
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         least = self.threshold or 1 / budget
-        return Grown((yield from threshold_tree(self.drafter, context, budget, max_depth, least)))
+        return Proposal(
+            (yield from threshold_tree(self.drafter, context, budget, max_depth, least))
+        )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from quickbeam.drafters.base import Context, Drafter
 from quickbeam.methods.acceptance import AcceptanceModel, as_printed
-from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.methods.base import Method, Proposal, ProposalSteps
 from quickbeam.methods.search import Search
 
 
@@ -26,7 +26,7 @@ class Eagle2(Method):
     def __init__(self, drafter: Drafter, width: int = 10, depth: int = 7) -> None:
         self.drafter, self.sources, self.width, self.depth = drafter, (drafter,), width, depth
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         search = Search(self.drafter, context, budget - 1, max_depth, AcceptanceModel(), as_printed)
         layer = [search.root] if search.size > 0 else []
         for depth in range(1, 1 + min(self.depth, max_depth)):
@@ -37,4 +37,4 @@ class Eagle2(Method):
             search.rank()
             layer = [one for one in search.best if one.depth == depth][: self.width]
         # reranking
-        return Grown(search.tree())
+        return Proposal(search.tree())

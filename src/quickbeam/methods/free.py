@@ -13,7 +13,7 @@ from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import MAX_N, Answers, Ngram, NgramIndex
 from quickbeam.methods.acceptance import GUESSED, REMEMBERED, REPEATED, AcceptanceModel, elsewhere
-from quickbeam.methods.base import Growth, without_calls
+from quickbeam.methods.base import ProposalSteps, without_calls
 from quickbeam.methods.search import Candidate, Search, observe
 
 LONGEST = 16  # the most tokens of a continuation
@@ -121,8 +121,8 @@ class FreeCandidates:
 
 def free_tree(
     context: Context, budget: int, max_depth: int, model: AcceptanceModel, free: FreeCandidates
-) -> Growth:
-    """Return the growth of the tree of free candidates alone that are worth their cost."""
+) -> ProposalSteps:
+    """Return the steps to propose the tree of free candidates alone that are worth their cost."""
     search = Search(None, context, budget - 1, max_depth, model)
     free.propose(search)
     return without_calls(search.tree(), partial(observe, search))

@@ -13,7 +13,7 @@ from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import MAX_N, Answers, Ngram, NgramIndex
 from quickbeam.drafters.texts import AGREED
 from quickbeam.methods.acceptance import AcceptanceModel
-from quickbeam.methods.base import Growth, Method, without_calls
+from quickbeam.methods.base import Method, ProposalSteps, without_calls
 from quickbeam.methods.free import FreeCandidates, free_tree
 from quickbeam.methods.prompt_lookup import graft
 from quickbeam.tree import TokenTree
@@ -58,7 +58,7 @@ class LogitSpec(Method):
         self.last_logits, self.answers = last_logits, answers
         self.sources, self.model = (ngram, last_logits, answers), AcceptanceModel()
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         if context.node_costs is not None:
             free = FreeCandidates(context, self.last_logits, self.answers)
             return free_tree(context, budget, max_depth, self.model, free)

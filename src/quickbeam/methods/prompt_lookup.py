@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.ngram import MAX_N, Ngram
 from quickbeam.methods.acceptance import AcceptanceModel
-from quickbeam.methods.base import Growth, Method, without_calls
+from quickbeam.methods.base import Method, ProposalSteps, without_calls
 from quickbeam.methods.free import FreeCandidates, free_tree
 from quickbeam.tree import TokenTree
 
@@ -43,7 +43,7 @@ class PromptLookup(Method):
     def __init__(self, ngram: Ngram) -> None:
         self.sources, self.model = (ngram,), AcceptanceModel()
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         if context.node_costs is not None:
             return free_tree(context, budget, max_depth, self.model, FreeCandidates(context))
         tree, index = TokenTree(context.ids[-1]), context.states[Ngram.name]

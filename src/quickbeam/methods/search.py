@@ -18,8 +18,8 @@ from quickbeam.methods.acceptance import (
     Evidence,
     drafted,
 )
-from quickbeam.methods.base import Grown, Growth
-from quickbeam.methods.children import ROUNDING, proposals
+from quickbeam.methods.base import Proposal, ProposalSteps
+from quickbeam.methods.children import ROUNDING, likeliest_children
 from quickbeam.noise import Row
 from quickbeam.tree import TokenTree
 
@@ -196,7 +196,7 @@ class Search:
         if answer is None:
             return False
         count = min(width or self.size, self.size)
-        rows = proposals(self.context, answer, [one.depth for one in paths], count, least)
+        rows = likeliest_children(self.context, answer, [one.depth for one in paths], count, least)
         for i, (one, row) in enumerate(zip(paths, rows, strict=True)):
             token = answer.forced.get(i)
             if token is None:
@@ -262,7 +262,7 @@ class Search:
         return tree
 
 
-def best_first(search: Search, propose: Callable[[Search], None] = Search.rank) -> Growth:
+def best_first(search: Search, propose: Callable[[Search], None] = Search.rank) -> ProposalSteps:
     """Ask the drafter about likely paths until none is left that could add a node.
 
     `propose` enters candidates without a call: below the root, and below `search.best` after calls.
@@ -287,7 +287,7 @@ def best_first(search: Search, propose: Callable[[Search], None] = Search.rank) 
         search.rank()
         propose(search)
         paths = search.open()
-    return Grown(search.tree(), partial(_learn, search, asked if search.costed else 0.0))
+    return Proposal(search.tree(), partial(_learn, search, asked if search.costed else 0.0))
 
 
 def _gain(search: Search, worths: Sequence[float]) -> float:

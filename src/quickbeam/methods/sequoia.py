@@ -11,7 +11,7 @@ from itertools import zip_longest
 import numpy as np
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter
-from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.methods.base import Method, Proposal, ProposalSteps
 from quickbeam.methods.children import add_child, ask
 from quickbeam.tree import TokenTree
 
@@ -97,7 +97,7 @@ class Sequoia(Method):
         self._shapes: Shapes | None = None
         self._nodes = 0
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         if self._shapes is None or budget > self._nodes:
             self._shapes, self._nodes = Shapes(self.acceptance, budget), budget
         shape = self._shapes.shape(budget, max_depth)
@@ -115,7 +115,7 @@ class Sequoia(Method):
                         break
                     place[child] = node
             layer = [child for spot in parents for child in shape[spot]]
-        return Grown(tree, self._verified)
+        return Proposal(tree, self._verified)
 
     def _verified(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Count which children were tried and which were accepted."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quickbeam.drafters.base import Context, Drafter
-from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.methods.base import Method, Proposal, ProposalSteps
 from quickbeam.methods.children import add_child, ask
 from quickbeam.tree import TokenTree
 
@@ -20,7 +20,7 @@ class SpecInfer(Method):
     def __init__(self, drafter: Drafter, branches: int = 3) -> None:
         self.drafter, self.sources, self.branches = drafter, (drafter,), branches
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         tree = TokenTree(context.ids[-1])
         tips, width = [0], self.branches
         for _ in range(max_depth):
@@ -35,7 +35,7 @@ class SpecInfer(Method):
                 for _ in range(width)
             ]
             tips, width = [node for node in nodes if node is not None], 1
-        return Grown(tree)
+        return Proposal(tree)
 
 
 def chain(drafter: Drafter) -> SpecInfer:
