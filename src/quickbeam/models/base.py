@@ -64,7 +64,7 @@ class Chain(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """How a request's tokens are drawn from its logits alone, with the noise of their places.
+    """How a request's tokens are drawn from its logits alone, with the noise of their positions.
 
     `seed`, `choice`: of the noise (`noise.py`). `scale`: 1 / temperature, or 0 where nothing is
     drawn and the likeliest token is taken.

@@ -1,4 +1,4 @@
-"""The noise of a place by the compiled kernels, whose results are those of `quickbeam/noise.py`."""
+"""The noise of a position by compiled kernels, whose results are those of `quickbeam/noise.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from quickbeam.models.native.library import Kernels, NoiseRow
-from quickbeam.noise import CHUNK, CUT, KEPT, Array, ArrayLike, Noise, NoisePlace, Peaks, Row
+from quickbeam.noise import CHUNK, CUT, KEPT, Array, ArrayLike, Noise, NoisePosition, Peaks, Row
 
 
 def laid(numbers: ArrayLike, dtype: torch.dtype) -> torch.Tensor:
@@ -46,9 +46,9 @@ class NativeNoise(Noise):
         return int(self._kernels.largest(scores.data_ptr(), scores.shape[0], row, scale))
 
     def _row(self, position: int) -> NoiseRow:
-        """Return the largest numbers of a place, computed unless they are kept.
+        """Return the largest numbers of a position, computed unless they are kept.
 
-        Read them before the next call, which may put another place into the same memory.
+        Read them before the next call, which may put another position's into the same memory.
         """
         if position not in self.rows:
             full = len(self.rows) == KEPT
@@ -67,7 +67,7 @@ class NativeNoise(Noise):
         self,
         rows: ArrayLike,
         tokens: ArrayLike | None,
-        places: Sequence[NoisePlace],
+        noise_positions: Sequence[NoisePosition],
         temperature: float,
         most: int,
     ) -> list[Row]:
@@ -78,7 +78,7 @@ class NativeNoise(Noise):
             tokens = laid(tokens, torch.int64)
             names = tokens.data_ptr()
         at, size = rows.data_ptr(), rows.shape[1]
-        for position, low, floor in places:
+        for position, low, floor in noise_positions:
             how = self._row(position), low, floor, temperature, max(CUT, floor / 4)
             count = self._kernels.perturb(at, size, names, *how, most, columns, probs)
             likeliest.append((columns[:count], probs[:count]))
