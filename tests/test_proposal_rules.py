@@ -14,7 +14,7 @@ from cases import examples
 from drafters import KnownDrafter, context_of, paths, propose, tree_of, zipf_drafter
 from quickbeam.drafters.base import DraftProbs
 from quickbeam.methods import children, search
-from quickbeam.methods.acceptance import as_printed
+from quickbeam.methods.acceptance import printed_features
 from quickbeam.methods.children import DrawnChildren, RankedChildren, likeliest_children
 from quickbeam.methods.ddtree import DDTree
 from quickbeam.methods.dyspec import DySpec, Threshold
@@ -112,7 +112,7 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed, size, max_dept
         return [next(token for token in orders[node] if residual[token] > 0)]
 
     ((_, expected),) = algorithm_1(model.draft, size, max_depth, next_token)
-    policy = DySpec(KnownDrafter(model.draft), as_printed)
+    policy = DySpec(KnownDrafter(model.draft), printed_features)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(children, "DrawnChildren", draw_from)
         tree = tree_of(policy, context_of([0], 1.0), size + 1, max_depth)
@@ -137,7 +137,7 @@ def all_paths(probs, max_depth, least):
 def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed, size, max_depth, fraction):
     """However many distributions a call asks for."""
     model = ToyModel(vocab=4, seed=seed)
-    policy = DySpec(KnownDrafter(model.draft), as_printed)
+    policy = DySpec(KnownDrafter(model.draft), printed_features)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "FRACTION", fraction)
         patch.setattr(search, "CHILD_SHARE", 1.0)

@@ -256,7 +256,7 @@ def choose_scorers(requests: Sequence[DraftRequest]) -> None:
     """
 
     def common(one: DraftRequest) -> ShortlistState | None:
-        shortlist = None if one.context.draws else one.state.shortlist
+        shortlist = None if one.context.samples_children else one.state.shortlist
         return None if shortlist is None else shortlist.shared.common
 
     counts = Counter(map(common, requests))

@@ -30,7 +30,7 @@ def accept(
     generator: torch.Generator,
     position: int,
 ) -> Verdict:
-    """Choose a path of the tree losslessly (`verify.py`), by the `noise` of its places.
+    """Choose a path of the tree losslessly (`verify.py`), by the `noise` of its positions.
 
     Without noise the residual rule draws with `generator`, unless the answer is greedy. `position`
     is that of the token after the root. Only nodes that are visited get distributions.

@@ -27,7 +27,7 @@ from quickbeam.models.native.noise import NativeNoise
 from quickbeam.models.native.pages import PagePool
 from quickbeam.noise import Noise
 
-MOST_ACTIVE = 32  # the most sequences side by side, by default
+MAX_RUNNING = 32  # the most sequences side by side, by default
 MAX_UNREAD_HIDDEN = 1024  # hidden states that may wait for a drafter that is not asked
 
 
@@ -37,7 +37,7 @@ class Engine:
     Call `add` for a request, then `step` until it is over, or `cancel` it. All calls but
     `new_sequence` must come from one thread, which `EngineThread` has for many clients.
 
-    - `most`: how many sequences run side by side; the others wait.
+    - `max_running`: how many sequences run side by side; the others wait.
     - `pages`: pages of keys and values, None for any number.
     - `share`: whether texts that begin alike share their beginning.
     - `memory`: what finished texts are kept in, for other answers to draft from; None for none.
@@ -50,7 +50,7 @@ class Engine:
         self,
         model: Model,
         *,
-        most: int = MOST_ACTIVE,
+        max_running: int = MAX_RUNNING,
         pages: int | None = None,
         share: bool = True,
         memory: AnswerMemory | None = None,
@@ -62,7 +62,7 @@ class Engine:
         kernels = pool.kernels if isinstance(pool, PagePool) else cached_kernels()
         self._noise = Noise if kernels is None else partial(NativeNoise, kernels)
         self.prefixes = PrefixCache(model.granularity if share else None, model.pool)
-        self.scheduler = Scheduler(model, self.prefixes, most)
+        self.scheduler = Scheduler(model, self.prefixes, max_running)
         model.pool.limit = pages
         model.pool.spare = self.prefixes.evict
         self._budget, self._memory = budget, memory
@@ -253,7 +253,8 @@ class Engine:
         the hidden states are kept, in case one is later on.
         """
         request = sequence.request
-        if request.budget is not None or not sequence.policy.priced or self._budget is None:
+        fixed = request.budget is not None or not sequence.policy.uses_cost_model
+        if fixed or self._budget is None:
             return True
         if sequence.drafter is not None and sequence.drafter.skips:
             return False  # it reads the end of the prompt once a call is expected to pay

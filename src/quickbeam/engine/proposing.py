@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=Any)  # something of a `sequence`
 T = TypeVar("T")
 
-UNPRICED = 16  # nodes of a tree under the measured budget whose method asks nothing of their costs
+# nodes of a tree under the measured budget whose method doesn't use the cost model
+NODES_WITHOUT_COSTS = 16
 CATCH_UP = 32  # where a drafter has to read more tokens than this, it does so before the call
 FEW = 8  # tokens of a sequence that are read in a call whose time counts
 # Of these it reads at most twice as many as the answer may still have, and at most so many, if it
@@ -137,8 +138,8 @@ class StepProposer:
         # forced tokens are drafted in any case
         if self.budget.kind == PLAIN and context.grammar is None:
             return 1
-        if not policy.priced or context.draws:
-            return UNPRICED
+        if not policy.uses_cost_model or context.samples_children:
+            return NODES_WITHOUT_COSTS
         if self.budget.kind == ASKED or sequence.drafter is None:
             context.explore = self.budget.explore(self._exploring_seconds(sequence))
         context.node_costs = self.budget.node_costs(context.explore)

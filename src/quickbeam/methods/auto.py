@@ -19,7 +19,7 @@ from quickbeam.methods.search import Search, best_first
 class Auto(Method):
     """The search over a drafter's candidates and free ones."""
 
-    priced = True
+    uses_cost_model = True
 
     def __init__(
         self,

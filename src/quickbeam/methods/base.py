@@ -36,12 +36,12 @@ class Method(ABC):
     All sequences share what a method learns. What belongs to one tree is kept in its generator.
 
     - `sources`: the sources of its candidates.
-    - `priced`: whether it uses `Context.node_costs` where they are given, which is where it draws
-      no children. The budget is then only an upper bound.
+    - `uses_cost_model`: whether it uses `Context.node_costs` where they are given, which is where
+      no children are drawn. The budget is then only an upper bound.
     """
 
     sources: Sequence[Source] = ()
-    priced = False
+    uses_cost_model = False
 
     @abstractmethod
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:

@@ -6,7 +6,7 @@
 1, and l its logits. For an answer at temperature 0, q(x) estimates how likely token x is the
 target's best. That is exact if the target's logits are l plus independent Gumbel numbers of scale
 1, since the argmax of that sum is distributed as q. At temperature T the target emits the argmax of
-logits / T + g, where g is the noise of the place. With the same error in the logits, this is the
+logits / T + g, where g is the noise of the position. With the same error in the logits, this is the
 argmax of l + T * g + a Gumbel number. It is token x with probability
 
     q(x) * exp(T * g(x)) / sum over y of q(y) * exp(T * g(y)).
@@ -105,14 +105,15 @@ def ask(
 ) -> Generator[DraftRequest, DraftProbs | None, list[Children]]:
     """Ask a drafter once, and return the children that each of `nodes` may get.
 
-    Where the residual rule draws children (`Context.draws`) they are draws. Otherwise they are the
-    `count` likeliest tokens given the noise of their places. `least`: for each node, the
-    probability down to which its tokens are wanted.
+    Where the residual rule samples children (`Context.samples_children`) they are draws. Otherwise
+    they are the `count` likeliest tokens given the noise of their positions.
+
+    `least`: for each node, the probability down to which its tokens are wanted.
     """
     distributions = yield DraftRequest(context, tree, nodes)
     assert distributions is not None
     forced = distributions.forced
-    if context.draws:
+    if context.samples_children:
         return [
             RankedChildren(([forced[i]], [1.0]), forced=True)
             if i in forced
@@ -145,7 +146,7 @@ def likeliest_children(
 ) -> list[Row]:
     """Return the `count` likeliest children after nodes of these depths, the likeliest first.
 
-    They are chosen by `distributions`, and by the noise of their places where there is any.
+    They are chosen by `distributions`, and by the noise of their positions where there is any.
     `least`: of each node, what a child's probability must exceed. A forced token has probability 1.
     """
     floors = least or [0.0] * len(distributions.values)

@@ -21,9 +21,9 @@ from quickbeam.drafters.base import Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.methods.acceptance import (
     AcceptanceModel,
     Estimate,
-    as_printed,
-    drafted,
-    drawn,
+    drafted_features,
+    drawn_features,
+    printed_features,
 )
 from quickbeam.methods.base import Method, Proposal, ProposalSteps
 from quickbeam.methods.children import ROUNDING, Children, add_child, ask
@@ -128,24 +128,24 @@ class DySpec(Method):
 
     The hypothesis makes trees of drawn children too wide. A rare draw is accepted often, by
     min(1, p / q), and its sibling, tried after a rejection, seldom. So rates are corrected by what
-    was accepted (`AcceptanceModel`). `estimate` gives the evidence of a child of this rank and
-    probability: `as_printed` for the hypothesis alone.
+    was accepted (`AcceptanceModel`). `estimate` gives the features of a child of this rank and
+    probability: `printed_features` for the hypothesis alone.
 
     With `Context.node_costs` the search's tree also ends where the next likeliest path is
     expected to give fewer tokens than its node costs.
     """
 
-    priced = True
+    uses_cost_model = True
 
     def __init__(self, drafter: Drafter, estimate: Estimate | None = None) -> None:
         self.drafter, self.sources = drafter, (drafter,)
         self.model = AcceptanceModel()
-        self._drafted, self._drawn = estimate or drafted, estimate or drawn
+        self._drafted, self._drawn = estimate or drafted_features, estimate or drawn_features
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
-        if context.draws:
+        if context.samples_children:
             rate = lambda rank, d: self.model.rate(self._drawn(rank, d, None))  # noqa: E731
-            worth = rate if self._drawn is drawn else lambda rank, peak: 1.0
+            worth = rate if self._drawn is drawn_features else lambda rank, peak: 1.0
             tree, draws = yield from sampled_tree(
                 self.drafter, context, budget, max_depth, rate, worth
             )
@@ -168,7 +168,7 @@ class DySpec(Method):
 
 def printed(drafter: Drafter) -> DySpec:
     """Return DySpec by its hypothesis alone."""
-    return DySpec(drafter, as_printed)
+    return DySpec(drafter, printed_features)
 
 
 class Threshold(Method):

@@ -6,7 +6,7 @@ It expands the likeliest nodes of each layer, then keeps the likeliest nodes of 
 from __future__ import annotations
 
 from quickbeam.drafters.base import Context, Drafter
-from quickbeam.methods.acceptance import AcceptanceModel, as_printed
+from quickbeam.methods.acceptance import AcceptanceModel, printed_features
 from quickbeam.methods.base import Method, Proposal, ProposalSteps
 from quickbeam.methods.search import Search
 
@@ -27,7 +27,9 @@ class Eagle2(Method):
         self.drafter, self.sources, self.width, self.depth = drafter, (drafter,), width, depth
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
-        search = Search(self.drafter, context, budget - 1, max_depth, AcceptanceModel(), as_printed)
+        search = Search(
+            self.drafter, context, budget - 1, max_depth, AcceptanceModel(), printed_features
+        )
         layer = [search.root] if search.size > 0 else []
         for depth in range(1, 1 + min(self.depth, max_depth)):
             if not layer:

@@ -12,7 +12,13 @@ from functools import partial
 from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import MAX_N, Answers, Ngram, NgramIndex
-from quickbeam.methods.acceptance import GUESSED, REMEMBERED, REPEATED, AcceptanceModel, elsewhere
+from quickbeam.methods.acceptance import (
+    GUESSED,
+    REMEMBERED,
+    REPEATED,
+    AcceptanceModel,
+    free_features,
+)
 from quickbeam.methods.base import ProposalSteps, without_calls
 from quickbeam.methods.search import Candidate, Search, observe
 
@@ -82,41 +88,41 @@ class FreeCandidates:
 
         `length`: how many tokens of repetition end with `one`.
         """
-        worst, context = search.worst, search.context
+        admission_value, context = search.admission_value, search.context
         tokens = context.within(one.path, tokens[: search.max_depth - one.depth])
         for i, token in enumerate(tokens):
             if token in one.children:  # another source says the same so far
                 one = one.children[token]
                 continue
             forced = context.forced(one.path) == token
-            evidence = () if forced else (elsewhere(kind, length + i),)
-            rate = 1.0 if forced else search.model.rate(*evidence)
+            features = () if forced else (free_features(kind, length + i),)
+            rate = 1.0 if forced else search.model.rate(*features)
             # what other guesses leave
             rate *= 1 - sum(child.rate for child in one.children.values())
             value = one.value * rate
-            if value <= worst or search.below_cost(value, one.depth + 1):
+            if value <= admission_value or search.below_cost(value, one.depth + 1):
                 break
-            one = search.enter(one, token, GRAMMAR if forced else source, rate, evidence)
+            one = search.enter(one, token, GRAMMAR if forced else source, rate, features)
             self._matched.add(one.number)
 
     def _guess(self, search: Search) -> None:
         """Enter what the last logits nearly chose below the root."""
         left = 1 - sum(child.rate for child in search.root.children.values())
-        best = left * search.model.rate(elsewhere(GUESSED, 1))
+        best = left * search.model.rate(free_features(GUESSED, 1))
         if (
             self._last_logits is None
-            or best <= search.worst
+            or best <= search.admission_value
             or search.below_cost(best, 1)
             or search.context.forced(()) is not None
         ):
             return
         for rank, token in self._last_logits.ranked(search.context, GUESSES):
-            evidence = elsewhere(GUESSED, rank)
-            rate = left * search.model.rate(evidence)
-            if rate <= search.worst or search.below_cost(rate, 1):
+            features = free_features(GUESSED, rank)
+            rate = left * search.model.rate(features)
+            if rate <= search.admission_value or search.below_cost(rate, 1):
                 break
             if token not in search.root.children:
-                search.enter(search.root, token, LastLogits.name, rate, (evidence,))
+                search.enter(search.root, token, LastLogits.name, rate, (features,))
 
 
 def free_tree(

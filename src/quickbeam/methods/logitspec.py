@@ -47,7 +47,7 @@ class LogitSpec(Method):
     same sources compete by their acceptance rates, as in `auto` (`methods/free.py`).
     """
 
-    priced = True
+    uses_cost_model = True
 
     def __init__(
         self,

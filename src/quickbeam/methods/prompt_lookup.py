@@ -38,7 +38,7 @@ class PromptLookup(Method):
     It drafts `LENGTH` tokens at most; where nodes have costs, those that are worth them.
     """
 
-    priced = True
+    uses_cost_model = True
 
     def __init__(self, ngram: Ngram) -> None:
         self.sources, self.model = (ngram,), AcceptanceModel()

@@ -14,9 +14,9 @@ from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, Draft
 from quickbeam.methods.acceptance import (
     LIFT,
     AcceptanceModel,
+    CandidateFeatures,
     Estimate,
-    Evidence,
-    drafted,
+    drafted_features,
 )
 from quickbeam.methods.base import Proposal, ProposalSteps
 from quickbeam.methods.children import ROUNDING, likeliest_children
@@ -42,7 +42,7 @@ class Candidate:
     - `rate`: the estimated probability that the token is accepted if its parent is.
     - `value`: the product of the rates along the path.
     - `number`: in the order of discovery.
-    - `evidence`: what its rate was estimated from, one for each source that proposed it.
+    - `features`: what its rate was estimated from, one for each source that proposed it.
     - `probability`: the drafter's, if it was one of them.
     - `place`: its node in the drafter's tree, once the drafter was asked about it.
     """
@@ -53,7 +53,7 @@ class Candidate:
     rate: float = 1.0
     number: int = 0
     probability: float | None = None
-    evidence: list[Evidence] = field(default_factory=list)
+    features: list[CandidateFeatures] = field(default_factory=list)
     depth: int = 0
     value: float = 1.0
     path: tuple[int, ...] = ()
@@ -75,7 +75,7 @@ class Search:
     grammar forces is as likely as the token before it.
 
     Where the context has costs of nodes, a path is also kept only if its value exceeds that of its
-    node. `estimate(rank, probability, confidence)` is the evidence of a drafter's proposal. Without
+    node. `estimate(rank, probability, confidence)` is the features of a drafter's proposal. Without
     a drafter, candidates are entered from elsewhere alone.
     """
 
@@ -86,7 +86,7 @@ class Search:
         size: int,
         max_depth: int,
         model: AcceptanceModel,
-        estimate: Estimate = drafted,
+        estimate: Estimate = drafted_features,
     ) -> None:
         self.estimate = estimate
         self.name, self.one_call = (drafter.name, drafter.one_call) if drafter else ("", True)
@@ -103,24 +103,25 @@ class Search:
     def rank(self) -> None:
         """Choose `best` anew from all candidates.
 
-        Paths no likelier than `_floor` add no node, but can still replace a less likely path.
+        Paths no likelier than `_next_node_cost` add no node. They can still replace a less likely
+        path.
         """
         self.candidates.sort(key=lambda one: (-one.value, one.number))
-        self.best, self._floor = self.candidates[: self.size], 0.0
+        self.best, self._next_node_cost = self.candidates[: self.size], 0.0
         if self.costed:
             cost, kept = self.context.node_cost, 0
             while kept < len(self.best) and self.best[kept].value > cost(kept + 1):
                 kept += 1
             del self.best[kept:]
-            self._floor = cost(kept + 1)
+            self._next_node_cost = cost(kept + 1)
 
     @property
-    def worst(self) -> float:
+    def admission_value(self) -> float:
         """The value that a path must exceed to get in."""
         if not self.best:
-            return self._floor
+            return self._next_node_cost
         last = self.best[-1].value
-        return last if len(self.best) == self.size else min(last, self._floor)
+        return last if len(self.best) == self.size else min(last, self._next_node_cost)
 
     def below_cost(self, value: float, nodes: int) -> bool:
         """Whether a path is not worth its node if at least `nodes - 1` likelier ones are found.
@@ -137,14 +138,14 @@ class Search:
         token: int,
         source: str,
         rate: float,
-        evidence: Sequence[Evidence] = (),
+        features: Sequence[CandidateFeatures] = (),
         probability: float | None = None,
     ) -> Candidate:
         """Enter the path that continues `parent` with `token`."""
         number, path = len(self.candidates) + 1, (*parent.path, token)
         depth, value = parent.depth + 1, parent.value * rate
         one = Candidate(
-            token, parent, source, rate, number, probability, list(evidence), depth, value, path
+            token, parent, source, rate, number, probability, list(features), depth, value, path
         )
         parent.children[token] = one
         self.candidates.append(one)
@@ -162,12 +163,12 @@ class Search:
 
     def open(self) -> list[Candidate]:
         """Return the paths to ask the drafter about next; see `CHILD_SHARE` and `FRACTION`."""
-        worst = self.worst
+        admission_value = self.admission_value
         paths = [
             one
             # if all places are taken, nothing below the last path can get one
             for one in self.best[: self.size - 1]
-            if one.value * CHILD_SHARE > worst
+            if one.value * CHILD_SHARE > admission_value
             and one.place is None
             and one.parent is not None
             and one.parent.place is not None
@@ -188,9 +189,9 @@ class Search:
                 assert one.parent.place is not None
                 parent = one.parent.place
                 one.place = self._drafted.add(parent, one.token, self.name, one.value)
-        worst = self.worst
+        admission_value = self.admission_value
         # for each of `paths`, what a child's probability must exceed for its path to get in
-        least = [ROUNDING * worst / (LIFT * one.value) for one in paths]
+        least = [ROUNDING * admission_value / (LIFT * one.value) for one in paths]
         places = [one.place for one in paths if one.place is not None]
         answer = yield DraftRequest(self.context, self._drafted, places, gain)
         if answer is None:
@@ -201,12 +202,14 @@ class Search:
             token = answer.forced.get(i)
             if token is None:
                 confidence = answer.confidence[i] if answer.confidence else None
-                self._take(one, row, worst, confidence)
-            elif token not in one.children and one.value > worst:
+                self._take(one, row, admission_value, confidence)
+            elif token not in one.children and one.value > admission_value:
                 self.enter(one, token, GRAMMAR, 1.0)
         return True
 
-    def _take(self, parent: Candidate, row: Row, worst: float, confidence: float | None) -> None:
+    def _take(
+        self, parent: Candidate, row: Row, admission_value: float, confidence: float | None
+    ) -> None:
         """Enter the drafter's tokens after `parent`, the likeliest first.
 
         A token that is below `parent` already stays one child. Its rate is the larger of two
@@ -219,12 +222,12 @@ class Search:
         for rank, (token, probability) in enumerate(zip(*row, strict=True)):
             if token in known:
                 continue
-            evidence = self.estimate(rank, probability, confidence)
-            rate = model.rate(evidence) * share
+            features = self.estimate(rank, probability, confidence)
+            rate = model.rate(features) * share
             value = parent.value * rate
-            if value <= worst or self.below_cost(value, parent.depth + 1 + rank):
+            if value <= admission_value or self.below_cost(value, parent.depth + 1 + rank):
                 break
-            self.enter(parent, token, self.name, rate, (evidence,), probability)
+            self.enter(parent, token, self.name, rate, (features,), probability)
 
     def _merge(self, parent: Candidate, row: Row, confidence: float | None) -> float:
         """Correct the rates of the children that `parent` has by the drafter's answer.
@@ -238,15 +241,15 @@ class Search:
             if token in tokens:
                 rank = tokens.index(token)
                 child.probability = probabilities[rank]
-                evidence = self.estimate(rank, child.probability, confidence)
-                rate = min(self.model.rate(evidence), 1 - 1e-6)
+                features = self.estimate(rank, child.probability, confidence)
+                rate = min(self.model.rate(features), 1 - 1e-6)
                 theirs += rate
             own = child.rate
-            if tokens and child.evidence:
-                child.evidence[0] = child.evidence[0].given(tokens[0] == token)
-                own = self.model.rate(child.evidence[0])
+            if tokens and child.features:
+                child.features[0] = child.features[0].after_drafter(first_choice=tokens[0] == token)
+                own = self.model.rate(child.features[0])
             if rate:
-                child.evidence.append(evidence)
+                child.features.append(features)
             child.revalue(max(rate, own))
             both += child.rate
         return max(0.0, 1 - both) / max(1e-6, 1 - theirs)
@@ -292,7 +295,7 @@ def best_first(search: Search, propose: Callable[[Search], None] = Search.rank) 
 
 def _gain(search: Search, worths: Sequence[float]) -> float:
     """Return the tokens expected from asking about nodes, less the cost of a node for each."""
-    accepted, node = search.model.accepted_per_asked, search.worst
+    accepted, node = search.model.accepted_per_asked, search.admission_value
     return sum(max(0.0, worth * accepted - node) for worth in worths)
 
 
@@ -304,8 +307,8 @@ def observe(search: Search, tree: TokenTree, path: Sequence[int]) -> None:
     for node, accepted in zip_longest(path, path[1:]):
         for child in tree.children[node].values():
             # forced runs may follow the search's own nodes
-            for evidence in search.best[child - 1].evidence if child <= len(search.best) else ():
-                search.model.observe(evidence, child == accepted)
+            for features in search.best[child - 1].features if child <= len(search.best) else ():
+                search.model.observe(features, child == accepted)
 
 
 def _learn(search: Search, asked: float, tree: TokenTree, path: Sequence[int]) -> None:
