@@ -48,14 +48,18 @@ class CandidateFeatures(NamedTuple):
         assert self.group is not None
         kind, size, _ = self.group
         choice = FIRST_CHOICE if first_choice else OTHER_CHOICE
-        odds = RATES[kind][size] / (1 - RATES[kind][size])
+        rate = RATES[kind][size]
+        odds = rate / (1 - rate)
         odds *= AGREEMENT_ODDS if first_choice else 1 / AGREEMENT_ODDS
         return CandidateFeatures((kind, size, choice), odds / (1 + odds))
 
 
 Estimate = Callable[[int, float, float | None], CandidateFeatures]
-"""Of a drafter's proposal, by its rank among its siblings, its probability, and how sure the
-drafter is there (`DraftProbs.confidence`) or None."""
+"""Returns the features of a drafter's proposal.
+
+Its arguments are the rank among its siblings, its probability, and how sure the drafter is there
+(`DraftProbs.confidence`) or None.
+"""
 
 
 def printed_features(
@@ -86,7 +90,7 @@ def drawn_features(
     `probability` is that under the distribution it was drawn from, without earlier siblings,
     renormalised. A drawn token is accepted with min(1, target / draft probability). So rare tokens
     of a flat distribution are accepted about as often as its likely ones. Where the first child was
-    rejected, the rest of the target's distribution lies where the drafter gives little. So the
+    rejected, the target's remaining distribution lies where the drafter gives little. So the
     second child is accepted about half as often as a first one of the same probability, and the
     third a third as often. The formula was fitted on our own questions at temperatures 0.6 and 1.
     """
@@ -115,7 +119,8 @@ class AcceptanceModel:
     ACCEPTED = 0.6  # accepted tokens for each node that is reached and was asked about, at first
 
     def __init__(self) -> None:
-        self._accepted, self._asked = self.ACCEPTED * self.CALL_TRUST, self.CALL_TRUST
+        self._accepted = self.ACCEPTED * self.CALL_TRUST
+        self._asked = self.CALL_TRUST
         # by class: accepted tokens, and those that the formulas expected
         self._sums: dict[tuple[str, int, int] | None, tuple[float, float]] = {}
 
@@ -131,9 +136,9 @@ class AcceptanceModel:
         """Record whether a proposal that verification reached was accepted."""
         group, prior = features
         if group is not None:
-            before, expected = self._sums.get(group, (self.TRUST, self.TRUST))
-            keep = 1 - 1 / self.MEMORY
-            self._sums[group] = keep * before + accepted, keep * expected + prior
+            accepted_sum, expected_sum = self._sums.get(group, (self.TRUST, self.TRUST))
+            fade = 1 - 1 / self.MEMORY
+            self._sums[group] = fade * accepted_sum + accepted, fade * expected_sum + prior
 
     @property
     def accepted_per_asked(self) -> float:
@@ -146,6 +151,6 @@ class AcceptanceModel:
         `asked`: the summed probability of being reached of the nodes that the drafter was asked
         about, in calls that cost something: of a block drafter, the first of a tree.
         """
-        keep = 1 - 1 / self.CALL_MEMORY
-        self._accepted = keep * self._accepted + accepted
-        self._asked = keep * self._asked + asked
+        fade = 1 - 1 / self.CALL_MEMORY
+        self._accepted = fade * self._accepted + accepted
+        self._asked = fade * self._asked + asked

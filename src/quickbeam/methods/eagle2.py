@@ -24,7 +24,10 @@ class Eagle2(Method):
     """
 
     def __init__(self, drafter: Drafter, width: int = 10, depth: int = 7) -> None:
-        self.drafter, self.sources, self.width, self.depth = drafter, (drafter,), width, depth
+        self.drafter = drafter
+        self.sources = (drafter,)
+        self.width = width
+        self.depth = depth
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         search = Search(
@@ -37,6 +40,6 @@ class Eagle2(Method):
             # expansion
             yield from search.ask(layer, self.width)
             search.rank()
-            layer = [one for one in search.best if one.depth == depth][: self.width]
+            layer = [path for path in search.best if path.depth == depth][: self.width]
         # reranking
         return Proposal(search.tree())
