@@ -303,10 +303,10 @@ def _gemma4(metadata: Metadata) -> dict[str, Any]:
     windowed = [bool(flag) for flag in metadata.by_layer("attention.sliding_window_pattern")]
     widths, sharing = metadata.by_layer("feed_forward_length"), metadata.get(SHARED_LAYERS, 0)
     counts = list(zip(windowed, metadata.by_layer("attention.head_count_kv"), strict=True))
-    kv_heads = single((count for near, count in counts if near), "numbers of heads")
-    full_kv_heads = single((count for near, count in counts if not near), "numbers of heads")
+    kv_heads = single((count for local, count in counts if local), "numbers of heads")
+    full_kv_heads = single((count for local, count in counts if not local), "numbers of heads")
     with_keys = len(windowed) - sharing
-    full_layers = [i for i, near in enumerate(windowed) if not near and i < with_keys]
+    full_layers = [i for i, local in enumerate(windowed) if not local and i < with_keys]
     values_are_keys = any(not metadata.has(f"blk.{i}.attn_v.weight") for i in full_layers)
     head_dim, full_head_dim = metadata["attention.key_length_swa"], metadata["attention.key_length"]
     table = metadata.file.tensors.get("per_layer_token_embd.weight")
