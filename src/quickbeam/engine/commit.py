@@ -195,4 +195,4 @@ class Commit:
         size = self.prefixes.size
         for chunk in range(before // size, cache.length // size):
             at = (chunk + 1) * size - 1 - before
-            sequence.edges[chunk] = hidden[at : at + 1].clone()
+            sequence.last_hidden[chunk] = hidden[at : at + 1].clone()

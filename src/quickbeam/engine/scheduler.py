@@ -98,10 +98,10 @@ class Scheduler:
     """`waiting` sequences, and `active` ones in order of arrival.
 
     At most `max_running` are active: their texts are read, or they run. A sequence is admitted when
-    there is memory for its text, and never before one that is next. Where there are `MANY_SLOTS`,
-    the last one is left free for a short sequence of a tenant that has none active. If
-    memory runs short later, the active sequence that came last is preempted: its text stays, its
-    keys and values are computed again.
+    there is memory for its text, in the order of `FairQueue`. Where there are `MANY_SLOTS`, the
+    last slot is left free for a short sequence of a tenant that has none active. If memory runs
+    short later, the active sequence that came last is preempted: its text stays, its keys and
+    values are computed again.
     """
 
     def __init__(self, model: Model, prefixes: PrefixCache, max_running: int) -> None:
@@ -194,7 +194,9 @@ class Scheduler:
         """
         if sequence.scoring:
             return
-        prefixes, drafter, state = self.prefixes, sequence.drafter, sequence.draft_state
+        prefixes = self.prefixes
+        drafter = sequence.drafter
+        state = sequence.draft_state
         chunks = prefixes.find(sequence.ids[: len(sequence.ids) - sequence.started], drafter)
         if not chunks:
             return
@@ -202,11 +204,13 @@ class Scheduler:
         # looked up first, since making room for the sequence may drop chunks that it adopts
         kv, snapshot = [chunk.kv for chunk in chunks], chunks[-1].snapshot
         if state is not None and drafter is prefixes.drafter:
-            known = list(takewhile(lambda chunk: chunk.draft is not None, chunks))
-            parts = [one.edge for one in known[-1:]] + [one.hidden for one in chunks[len(known) :]]
+            # the drafter has read the first chunks; of the others it gets the hidden states
+            drafted = list(takewhile(lambda chunk: chunk.draft is not None, chunks))
+            parts = [chunk.last_hidden for chunk in drafted[-1:]]
+            parts += [chunk.hidden for chunk in chunks[len(drafted) :]]
             hidden = [rows for rows in parts if rows is not None]
-            if known or hidden:
-                state.adopt([chunk.draft for chunk in known], prefixes.size, hidden)
+            if drafted or hidden:
+                state.adopt([chunk.draft for chunk in drafted], prefixes.size, hidden)
         sequence.cache.adopt(kv, prefixes.size, snapshot)
         sequence.chunks = list(chunks)
         if not sequence.statistics.preemptions:  # after one, the chunks may hold its answer
@@ -243,9 +247,9 @@ class Scheduler:
         pool = self.pool
         if pool.limit is None:
             return True
-        missing = sum(
-            one.part.cache.missing(one.sequence.read + one.part.rows + 1) for one in scheduled
-        )
+        missing = 0
+        for sequence, part, _ in scheduled:
+            missing += part.cache.missing(sequence.read + part.rows + 1)
         while missing > (pool.free or 0) and pool.spare():
             pass
         # `free` is negative where the limit was lowered meanwhile

@@ -103,7 +103,7 @@ class SequenceState:
         self.ids = list(request.prompt)
         self.cache: SequenceCache | None = None
         self.chunks: list[Any] = []  # chunks of the prefix cache that hold the beginning of the ids
-        self.edges: dict[int, torch.Tensor] = {}  # by chunk: hidden states of its last token
+        self.last_hidden: dict[int, torch.Tensor] = {}  # by chunk: hidden states of its last token
         self.times = Times(time.perf_counter())
         if self.params.seed is None:
             # this seed belongs to one answer, which the seed alone repeats: its choice is 0
@@ -202,7 +202,7 @@ class SequenceState:
         self.cache = self.context.cache = None
         self.context.states.clear()
         self.chunks = []
-        self.edges = {}
+        self.last_hidden = {}
         self.nodes = 1
         if self.noise is not None:
             self.noise.forget()
