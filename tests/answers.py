@@ -27,7 +27,7 @@ def request(
 ):
     """What an engine is asked. `budget`: nodes a tree; None: the measured budget."""
     output = Output(Letters(), params, eos)
-    sampler = Sampler(params, prompt, model.vocab_size, ends=output.ends)
+    sampler = Sampler(params, prompt, model.vocab_size, ends=output.stop_ids)
     return Request(prompt, params, policy, output, sampler, budget, setting, shortlist, observer)
 
 

@@ -145,7 +145,7 @@ def answered(model, policy, budget=8, **sampling):
 
 
 def test_the_host_draws_by_the_kernels_where_there_are_any():
-    noise = Engine(made("llama"))._noise(1, 0, 97)
+    noise = Engine(made("llama"))._make_noise(1, 0, 97)
     assert isinstance(noise, NativeNoise) == (cached_kernels() is not None)
 
 

@@ -413,12 +413,12 @@ class LLM:
         output = Output(self.tokenizer, params, self.eos_ids)
         masks = None
         if params.grammar is not None:
-            masks = self._grammars.begin(params.grammar, output.ends)
+            masks = self._grammars.begin(params.grammar, output.stop_ids)
         sampler = Sampler(
             params,
             ids,
             self.model.vocab_size,
-            ends=output.ends,
+            ends=output.stop_ids,
             bad=bad_word_ids(self.tokenizer, params.bad_words),
             grammar=masks,
         )

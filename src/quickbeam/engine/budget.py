@@ -28,18 +28,20 @@ WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 class Speed:
     """Tokens a second of one kind of step: a fading mean. The unit of time is a plain step's pass.
 
-    - `idle`: for how many steps it was not taken.
+    - `steps_since`: for how many steps it was not taken.
     - `pause`: for how many it is not tried, while another kind is faster.
     """
 
     MEMORY = 256.0  # after so many tokens of plain decoding an observation has lost most weight
     STEPS = 16.0  # and after so many steps at least
     TRUST = 2.0  # how many steps the first guess counts for
-    SLOW = 2.5  # a step counts for no more than so many usual ones: the machine was busy
+    SLOW = 2.5  # a step counts for no more than so many average ones: the machine was busy
 
     def __init__(self, guess: float) -> None:
-        self._tokens, self._seconds = guess * self.TRUST, self.TRUST
-        self.idle, self.pause = 0, float(Budget.EXPLORE)
+        self._tokens = guess * self.TRUST
+        self._seconds = self.TRUST
+        self.steps_since = 0
+        self.pause = float(Budget.EXPLORE)
 
     @property
     def mean(self) -> float:
@@ -50,10 +52,10 @@ class Speed:
 
         Returns the seconds that were counted.
         """
-        keep = 1 - 1 / max(self.STEPS, self.MEMORY / sequences)
+        fade = 1 - 1 / max(self.STEPS, self.MEMORY / sequences)
         seconds = min(seconds, self.SLOW * tokens / self.mean)
-        self._tokens = keep * self._tokens + tokens
-        self._seconds = keep * self._seconds + seconds
+        self._tokens = fade * self._tokens + tokens
+        self._seconds = fade * self._seconds + seconds
         return seconds
 
 
@@ -77,9 +79,11 @@ class Budget:
     GUESSES: ClassVar = {PLAIN: (1.0, 1), FREE: (1.3, 2), ASKED: (1.6, 2)}
 
     def __init__(self, cost: CostModel, limit: int = MAX_NODES) -> None:
-        self.cost, self.limit = cost, limit
-        self._known: dict[tuple[Hashable, int], dict[str, Speed]] = {}  # by setting and load
-        self._idle = 0  # for how many steps no drafter was asked
+        self.cost = cost
+        self.limit = limit
+        # by setting and load, then by kind
+        self._speeds_by_load: dict[tuple[Hashable, int], dict[str, Speed]] = {}
+        self._steps_since_call = 0  # for how many steps no drafter was asked
         self.begin(None)
 
     def begin(
@@ -98,30 +102,32 @@ class Budget:
         """
         self._sequences = sequences
         self._context = tokens // sequences
-        self._beside = rows + round(nodes * (1 - 1 / sequences))  # the pass without one tree
+        self._other_rows = rows + round(nodes * (1 - 1 / sequences))  # of a pass without one tree
         self._plain_seconds = self.cost.of_pass(sequences)
         self._plain_seconds += sequences * self.cost.of_context(1, self._context)
         self._explored = False
         self._node_costs: list[float] | None = None
-        self._speeds = speeds = self._speeds_of(setting, drafter)
+        speeds = self._speeds_of(setting, drafter)
+        self._speeds = speeds
         self.fastest = max(speeds, key=lambda kind: speeds[kind].mean)
         self.rate = max(1.0, speeds[self.fastest].mean) * sequences / self._plain_seconds
-        due = (kind for kind, speed in speeds.items() if speed.idle >= speed.pause)
-        self.kind = max(due, key=lambda kind: speeds[kind].idle, default=self.fastest)
+        due = [kind for kind, speed in speeds.items() if speed.steps_since >= speed.pause]
+        self.kind = max(due, key=lambda kind: speeds[kind].steps_since, default=self.fastest)
 
     def _speeds_of(self, setting: Hashable, drafter: Hashable) -> dict[str, Speed]:
         """Return the speeds of all kinds of steps under the present load.
 
         Steps of one sequence are all of one kind: there the tree alone decides.
         """
-        many = self._sequences
-        load = many if many <= 4 else round(2 * math.log2(many)) + 1
-        if (setting, load) not in self._known:
+        sequences = self._sequences
+        load = sequences if sequences <= 4 else round(2 * math.log2(sequences)) + 1
+        key = setting, load
+        if key not in self._speeds_by_load:
             kinds = [PLAIN, FREE] if drafter is None else [PLAIN, FREE, ASKED]
-            possible = kinds if many > 1 else kinds[-1:]
+            possible = kinds if sequences > 1 else kinds[-1:]
             guesses = {kind: Speed(self._guess(kind, drafter)) for kind in possible}
-            self._known[setting, load] = guesses
-        return self._known[setting, load]
+            self._speeds_by_load[key] = guesses
+        return self._speeds_by_load[key]
 
     def _guess(self, kind: str, drafter: Hashable) -> float:
         tokens, rows = self.GUESSES[kind]
@@ -136,7 +142,7 @@ class Budget:
         At most one sequence a step does.
         """
         pause = max(self.EXPLORE, seconds / self._plain_seconds / self.LOST)
-        explore = not self._explored and self._idle >= pause
+        explore = not self._explored and self._steps_since_call >= pause
         self._explored = self._explored or explore
         return explore
 
@@ -148,29 +154,34 @@ class Budget:
         if explore:
             return [0.0] * min(self.limit, self.EXPLORED_NODES)
         if self._node_costs is None:
-            cost, widths = self.cost, [width for width in WIDTHS if width <= self.limit]
+            cost = self.cost
+            widths = [width for width in WIDTHS if width <= self.limit]
             seconds = [
-                cost.of_pass(self._beside + width) + cost.of_context(width, self._context)
+                cost.of_pass(self._other_rows + width) + cost.of_context(width, self._context)
                 for width in widths
             ]
-            self._node_costs = [self.rate * each for each in convex_slopes(widths, seconds)]
+            slopes = convex_slopes(widths, seconds)
+            self._node_costs = [self.rate * slope for slope in slopes]
         return self._node_costs
 
     def worth_asking(self, drafter: Hashable, gains: Sequence[float]) -> list[bool]:
         """Return which sequences to ask a drafter for, all in one call.
 
-        They are the set whose expected tokens (`gains`) most exceed the cost of the call. Those of
-        infinite gain are always in it.
+        It is the set whose expected tokens (`gains`) most exceed the cost of the call. Sequences
+        of infinite gain are always in it.
         """
-        order = sorted(range(len(gains)), key=lambda i: -gains[i])
+        largest_first = sorted(range(len(gains)), key=lambda i: -gains[i])
         forced = sum(map(math.isinf, gains))
 
         def profit(count: int) -> float:
-            tokens = sum(gains[i] for i in order[forced:count])
-            return tokens - self.rate * self.cost.of_call(drafter, count) if count else 0.0
+            if not count:
+                return 0.0
+            tokens = sum(gains[i] for i in largest_first[forced:count])
+            return tokens - self.rate * self.cost.of_call(drafter, count)
 
-        chosen = set(order[: max(range(forced, len(gains) + 1), key=profit)])
-        return [i in chosen for i in range(len(gains))]
+        best_count = max(range(forced, len(gains) + 1), key=profit)
+        asked = set(largest_first[:best_count])
+        return [i in asked for i in range(len(gains))]
 
     def observe(self, tokens: int, seconds: float, reading: float, asked: bool) -> None:
         """Close a step. It emitted `tokens` in all and took `seconds`.
@@ -178,14 +189,15 @@ class Budget:
         `reading`: seconds in which a drafter read what it had missed; this serves later steps, too.
         `asked`: whether a drafter was asked; if there is none, whether there were trees.
         """
-        speed, plain = self._speeds[self.kind], self._plain_seconds
+        speed = self._speeds[self.kind]
+        plain = self._plain_seconds
         emitted = tokens / self._sequences
         counted = speed.observe(emitted, (seconds - reading) / plain, self._sequences)
         lost = (counted + reading / plain) * self._speeds[self.fastest].mean - emitted
         speed.pause = min(max(self.EXPLORE, lost / self.LOST), self.LONGEST)
         for kind, other in self._speeds.items():
-            other.idle = 0 if kind == self.kind else other.idle + 1
-        self._idle = 0 if asked else self._idle + 1
+            other.steps_since = 0 if kind == self.kind else other.steps_since + 1
+        self._steps_since_call = 0 if asked else self._steps_since_call + 1
 
 
 def convex_slopes(widths: Sequence[int], seconds: Sequence[float]) -> list[float]:

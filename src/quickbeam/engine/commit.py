@@ -1,4 +1,4 @@
-"""What a pass says of one sequence: accepted path, committed rows, emitted tokens."""
+"""Commits what a pass gives one sequence: accepted path, committed rows, emitted tokens."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ def accept(
     Raises `QuickbeamError` for NaN logits, and `DeadEnd` if no token may come after the root. If
     that happens deeper in the tree, the path ends before that node: the answer may be over by then.
     """
-    logits, params, reached = passed.logits, sampler.params, 0
-    # the pass has chosen the tokens already, where nothing changes the logits
-    known = passed.drawn
+    logits = passed.logits
+    params = sampler.params
+    reached = 0
+    # where nothing changes the logits, the pass may have chosen the tokens already
+    chosen_in_pass = passed.drawn
     if params.greedy:
-        known = None if params.adjusts_logits else passed.best
+        chosen_in_pass = None if params.adjusts_logits else passed.best
 
     def below_root(node: int) -> list[int]:
         nonlocal reached
@@ -50,16 +52,19 @@ def accept(
         return tree.tokens(node)
 
     def emitted(node: int) -> int:
-        if known is not None and known[node] >= 0:
-            return known[node]
+        if chosen_in_pass is not None and chosen_in_pass[node] >= 0:
+            return chosen_in_pass[node]
         if params.greedy or noise is None:
             return sampler.best(logits[node], below_root(node))
-        return sampler.emitted(logits[node], noise, position + tree.depth[node], below_root(node))
+        node_position = position + tree.depth[node]
+        return sampler.emitted(logits[node], noise, node_position, below_root(node))
+
+    def probs(node: int) -> torch.Tensor:
+        return sampler.probs(logits[node], below_root(node))
 
     try:
         if params.greedy or noise is not None:
             return verify_equal(tree, emitted)
-        probs = lambda node: sampler.probs(logits[node], below_root(node))  # noqa: E731
         return verify_residual(tree, probs, generator)
     except DeadEnd:
         if not reached:
@@ -71,8 +76,9 @@ def accept(
 class Commit:
     """Commits the parts of one pass.
 
-    `prefixes` keeps hidden states at the edges of its chunks. `began`: when the step did, by
-    `time.perf_counter`. `drafting` and `verifying`: the seconds of its drafts and of its pass.
+    - `prefixes`: the prefix cache, whose chunks keep the hidden states of their last tokens.
+    - `began`: when the step began, by `time.perf_counter`.
+    - `drafting`, `verifying`: the seconds of the step's drafts and of its pass.
     """
 
     prefixes: PrefixCache
@@ -80,24 +86,25 @@ class Commit:
     drafting: float
     verifying: float
 
-    def part(self, one: ScheduledPart, passed: Passed) -> int:
+    def part(self, scheduled: ScheduledPart, passed: Passed) -> int:
         """Commit what the pass says of one sequence. Returns how many tokens its tree emitted.
 
         An error ends this sequence alone.
         """
         try:
-            if one.proposal is None:
-                self._text(one, passed)
+            if scheduled.proposal is None:
+                self._text(scheduled.sequence, scheduled.part.rows, passed)
                 return 0
-            assert isinstance(one.part, Draft)
-            return self._tree(one.sequence, one.proposal, one.part.tree, passed)
+            assert isinstance(scheduled.part, Draft)
+            tree = scheduled.part.tree
+            return self._tree(scheduled.sequence, scheduled.proposal, tree, passed)
         except Exception as error:
-            fail(one.sequence, error)
+            fail(scheduled.sequence, error)
             return 0
 
-    def _text(self, one: ScheduledPart, passed: Passed) -> None:
-        sequence = one.sequence
-        self._rows(sequence, list(range(one.part.rows)), passed)
+    def _text(self, sequence: SequenceState, rows: int, passed: Passed) -> None:
+        """Commit `rows` tokens of a text that were read. Behind its last one, emit a token."""
+        self._rows(sequence, list(range(rows)), passed)
         if sequence.scoring:
             sequence.score(passed.logits)
         if sequence.started or sequence.unread:
@@ -125,9 +132,18 @@ class Commit:
         sequence.extend(tokens, passed.logits[path[-1]])
         sequence.nodes = len(tree)
         self._count(sequence.statistics, proposal, tree, path[1 : len(emitted) + 1])
-        if (observer := sequence.request.observer) is not None:
-            times = self.drafting, self.verifying, time.perf_counter() - self.began
-            observer(StepRecord(tree, path, token, emitted, *times))
+        observer = sequence.request.observer
+        if observer is not None:
+            record = StepRecord(
+                tree=tree,
+                path=path,
+                token=token,
+                emitted=emitted,
+                draft_seconds=self.drafting,
+                verify_seconds=self.verifying,
+                seconds=time.perf_counter() - self.began,
+            )
+            observer(record)
         return len(tokens)
 
     def _count(
@@ -149,25 +165,34 @@ class Commit:
             stats.sources[tree.source[node]].accepted += 1
 
     def _accept(self, sequence: SequenceState, tree: TokenTree, passed: Passed) -> Verdict:
-        noise, generator = sequence.noise, sequence.generator
-        return accept(sequence.request.sampler, tree, passed, noise, generator, len(sequence.ids))
+        return accept(
+            sequence.request.sampler,
+            tree,
+            passed,
+            noise=sequence.noise,
+            generator=sequence.generator,
+            position=len(sequence.ids),
+        )
 
     def _rows(self, sequence: SequenceState, path: Sequence[int], passed: Passed) -> None:
         """Keep the path's rows of the pass, and give their hidden states to the drafter."""
-        cache, before = sequence.cache, sequence.read
+        cache = sequence.cache
+        before = sequence.read
         assert cache is not None
         cache.commit(path)
         drafter, state = sequence.drafter, sequence.draft_state
         if drafter is None or state is None or not drafter.needs_hidden or passed.hidden is None:
             return
-        hidden, kept = passed.hidden, len(path)
+        hidden = passed.hidden
+        kept = len(path)
         if kept < hidden.shape[0]:  # `len` of a tensor would ask for overrides first
-            straight = path[-1] == kept - 1  # the usual case, in which a slice will do
-            # indexing with a list would make a tensor of it first, which takes longer than this
-            rows = [hidden[node : node + 1] for node in path] if not straight else []
-            hidden = torch.cat(rows) if rows else hidden[:kept]
+            if path[-1] == kept - 1:  # most often the path is the first nodes: a slice will do
+                hidden = hidden[:kept]
+            else:
+                # indexing with a list would make a tensor of it first, which takes longer than this
+                hidden = torch.cat([hidden[node : node + 1] for node in path])
         state.append_hidden(hidden)
         size = self.prefixes.size
         for chunk in range(before // size, cache.length // size):
             at = (chunk + 1) * size - 1 - before
-            sequence.edges[chunk] = hidden[at : at + 1].clone()
+            sequence.last_hidden[chunk] = hidden[at : at + 1].clone()

@@ -49,10 +49,10 @@ class CostModel:
 
         If none for as many was timed, it follows from that for the nearest number.
         """
-        known = self._calls.get(drafter) or {1: self.CALL * self.of_pass(1)}
-        near = min(known, key=lambda count: abs(math.log(count / sequences)))
+        times = self._calls.get(drafter) or {1: self.CALL * self.of_pass(1)}
+        nearest = min(times, key=lambda count: abs(math.log(count / sequences)))
         further = 1 + self.FURTHER_CALL * (sequences - 1)
-        return known[near] * further / (1 + self.FURTHER_CALL * (near - 1))
+        return times[nearest] * further / (1 + self.FURTHER_CALL * (nearest - 1))
 
     def of_reading(self, drafter: Hashable, tokens: int) -> float:
         """Return about how many seconds a drafter takes to read `tokens` tokens."""
@@ -73,19 +73,18 @@ class CostModel:
             self._seen[size] = (1 - self.FADE) * self._seen[size] + share
             recent = min(self.MOST, share / self._seen[size])
             self.passes[size] *= math.pow(ratio, max(self.COMMON, recent))
+        correction = self.COMMON + (self.FADE - self.COMMON) * context / expected
         for nodes in self.per_token:
-            self.per_token[nodes] *= math.pow(
-                ratio, self.COMMON + (self.FADE - self.COMMON) * context / expected
-            )
+            self.per_token[nodes] *= math.pow(ratio, correction)
 
     def observe_call(self, drafter: Hashable, sequences: int, seconds: float) -> None:
         """Record that a call took `seconds`. The first one does not count: it may pack weights."""
         if drafter not in self._calls:
             self._calls[drafter] = {}
             return
-        known = self._calls[drafter]
-        before = known.setdefault(sequences, seconds)
-        known[sequences] = before * self._ratio(seconds, before) ** self.FADE
+        times = self._calls[drafter]
+        before = times.setdefault(sequences, seconds)
+        times[sequences] = before * self._ratio(seconds, before) ** self.FADE
 
     def _ratio(self, seconds: float, expected: float) -> float:
         return min(self.LARGEST, max(1 / self.LARGEST, seconds / expected))

@@ -65,9 +65,11 @@ class Drafting:
         vocab: str | None = None,
         shortlist: int | None = None,
     ) -> None:
-        self._model, self._tokenizer = model, tokenizer
+        self._model = model
+        self._tokenizer = tokenizer
         self._load_drafter = load_drafter
-        self._vocab, self._shortlist = vocab, shortlist
+        self._vocab = vocab
+        self._shortlist = shortlist
         self.drafter: Drafter | None = None
         self._is_listed = False  # whether the drafter comes with a list of frequent tokens
         self._making_shortlists = threading.Lock()
@@ -104,7 +106,7 @@ class Drafting:
 
     @property
     def loaded(self) -> bool:
-        """Whether `load` has nothing to do."""
+        """Whether `load` has nothing to load."""
         return self._load_drafter is None or self.drafter is not None
 
     def load(self) -> None:
@@ -133,10 +135,10 @@ class Drafting:
         """
         if self.drafter is None or not self.drafts(setting.method):
             return None
-        vocab, size = key = self._key(setting)
+        key = self._key(setting)
         with self._making_shortlists:
             if key not in self._shortlists:
-                self._shortlists[key] = make_shortlist(self.drafter, self._model, vocab, size)
+                self._shortlists[key] = make_shortlist(self.drafter, self._model, *key)
             self._shortlists.move_to_end(key)
             if len(self._shortlists) > MAX_SHORTLISTS:
                 self._shortlists.popitem(last=False)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -60,22 +59,24 @@ class Engine:
         pool = model.pool
         # the host's draws take a tenth of the time by the kernels, on whichever device passes run
         kernels = pool.kernels if isinstance(pool, PagePool) else cached_kernels()
-        self._noise = Noise if kernels is None else partial(NativeNoise, kernels)
+        self._kernels = kernels
         self.prefixes = PrefixCache(model.granularity if share else None, model.pool)
         self.scheduler = Scheduler(model, self.prefixes, max_running)
         model.pool.limit = pages
         model.pool.evict = self.prefixes.evict
-        self._budget, self._memory = budget, memory
+        self._budget = budget
+        self._memory = memory
         self.finished: list[SequenceState] = []  # those that ended in the last step
         # of all steps in which no prompt was read
-        self.decoding_seconds, self.decoding_tokens = 0.0, 0
+        self.decoding_seconds = 0.0
+        self.decoding_tokens = 0
 
     @property
     def budget(self) -> Budget:
         """The budget. It is made on first use, because it measures passes."""
         if self._budget is None:
-            most = MAX_NODES if self.model.streamed is None else MAX_NODES_SLOW
-            self._budget = Budget(measure(self.model, most), most)
+            max_nodes = MAX_NODES if self.model.streamed is None else MAX_NODES_SLOW
+            self._budget = Budget(measure(self.model, max_nodes), max_nodes)
         return self._budget
 
     def add(self, request: Request) -> SequenceState:
@@ -90,31 +91,40 @@ class Engine:
         Raises `InvalidInput` if it might not fit the model's or drafter's context, or the memory.
         """
         self.model.check_prompt(request.prompt)
-        prompt, most = len(request.prompt), request.params.max_tokens
-        sequence = SequenceState(request, self._noise)
+        prompt = len(request.prompt)
+        max_tokens = request.params.max_tokens
+        sequence = SequenceState(request, self._make_noise)
         for limit, what, advice in self.limits(sequence.drafter):
-            if prompt + most > limit:
+            if prompt + max_tokens > limit:
                 raise InvalidInput(
-                    f"a prompt of {prompt} tokens and max_tokens={most} exceed {what} of {limit} "
-                    f"tokens: shorten the prompt, ask for fewer tokens (at most "
+                    f"a prompt of {prompt} tokens and max_tokens={max_tokens} exceed {what} of "
+                    f"{limit} tokens: shorten the prompt, ask for fewer tokens (at most "
                     f"{max(0, limit - prompt)} fit){advice}"
                 )
         return sequence
+
+    def _make_noise(self, seed: int, choice: int, vocab: int) -> Noise:
+        if self._kernels is None:
+            return Noise(seed, choice, vocab)
+        return NativeNoise(self._kernels, seed, choice, vocab)
 
     def limits(self, drafter: Drafter | None) -> list[tuple[int, str, str]]:
         """Return how many tokens a prompt and its answer may have together.
 
         By each thing that limits them: the number, its name, and what else may be done about it.
         """
-        pool, context = self.model.pool, None if drafter is None else drafter.context_length
-        pages = None if pool.limit is None else max(0, pool.limit - pool.most_state_pages)
-        room = None if pages is None else max(0, pages * pool.page - 1)
-        limits = (
-            (self.model.context_length, "the model's context", ""),
-            (context, "the drafter's context", ", or take a method without a drafter"),
-            (room, "the memory for keys and values", ", or raise --kv-memory"),
-        )
-        return [(most, what, advice) for most, what, advice in limits if most is not None]
+        limits = list[tuple[int, str, str]]()
+        if self.model.context_length is not None:
+            limits.append((self.model.context_length, "the model's context", ""))
+        if drafter is not None and drafter.context_length is not None:
+            advice = ", or take a method without a drafter"
+            limits.append((drafter.context_length, "the drafter's context", advice))
+        pool = self.model.pool
+        if pool.limit is not None:
+            pages = max(0, pool.limit - pool.most_state_pages)
+            capacity = max(0, pages * pool.page - 1)
+            limits.append((capacity, "the memory for keys and values", ", or raise --kv-memory"))
+        return limits
 
     def start(self, sequence: SequenceState) -> None:
         """Let a sequence wait for its turn, unless it is over."""
@@ -129,7 +139,7 @@ class Engine:
         """End a sequence as `interrupted`, unless it is over, and free what it holds."""
         if not sequence.over:
             sequence.end("interrupted")
-            self._leave(sequence)
+            self._remove(sequence)
 
     def close(self) -> None:
         """End all sequences and forget all texts."""
@@ -168,7 +178,8 @@ class Engine:
 
         May be read from any thread.
         """
-        nodes = [one.nodes for one in list(self.scheduler.active) if one.running]
+        active = list(self.scheduler.active)
+        nodes = [sequence.nodes for sequence in active if sequence.running]
         return sum(nodes) / len(nodes) if nodes else 0.0
 
     @inference
@@ -184,7 +195,7 @@ class Engine:
         except BaseException as error:
             for sequence in list(self.scheduler.active):
                 sequence.end("interrupted", error if isinstance(error, Exception) else None)
-                self._leave(sequence)
+                self._remove(sequence)
             raise
 
     def _step(self) -> None:
@@ -192,14 +203,16 @@ class Engine:
         # schedule
         self.scheduler.admit()
         self._release_finished()
-        running = [one for one in self.scheduler.active if one.running]
+        running = [sequence for sequence in self.scheduler.active if sequence.running]
         reading = self.scheduler.to_read()
-        prompts = sum(one.part.rows for one in reading)
+        prompts = sum(text.part.rows for text in reading)
         # draft
-        proposer = StepProposer(self.model, lambda: self.budget, running, prompts)
+        proposer = StepProposer(lambda: self.budget, running, prompts)
         proposals = proposer.propose()
-        self._release_finished()  # those that failed: before anyone is preempted for their pages
-        scheduled = [ScheduledPart(one.sequence, one.part, one) for one in proposals]
+        self._release_finished()  # those that failed: before any is preempted for their pages
+        scheduled = [
+            ScheduledPart(proposal.sequence, proposal.part, proposal) for proposal in proposals
+        ]
         drafted = time.perf_counter()
         # verify
         scheduled = self.scheduler.with_room(scheduled + reading)
@@ -207,11 +220,10 @@ class Engine:
         verifying = time.perf_counter() - drafted
         # commit
         commit = Commit(self.prefixes, began, drafted - began, verifying)
-        emitted = sum(
-            commit.part(one, result)
-            for one, result in zip(scheduled, passed, strict=True)
-            if result is not None and not one.sequence.over
-        )
+        emitted = 0
+        for part, part_passed in zip(scheduled, passed, strict=True):
+            if part_passed is not None and not part.sequence.over:
+                emitted += commit.part(part, part_passed)
         self._advance_drafters(scheduled)
         seconds = time.perf_counter() - began
         self._record_times(scheduled, seconds, verifying)
@@ -222,35 +234,37 @@ class Engine:
         self._release_finished()
 
     def _release_finished(self) -> None:
-        for sequence in [one for one in self.scheduler.active if one.over]:
-            self._leave(sequence)
+        for sequence in list(self.scheduler.active):
+            if sequence.over:
+                self._remove(sequence)
 
-    def _leave(self, sequence: SequenceState) -> None:
+    def _remove(self, sequence: SequenceState) -> None:
         """Remove a sequence that is over.
 
         What was computed goes to the prefix cache, its text to the memory of finished ones.
         """
         if sequence.cache is not None and sequence.error is None:
             self.prefixes.remember(sequence, sequence.read)
-        if (texts := sequence.context.texts) is not None and sequence.started:
+        texts = sequence.context.texts
+        if texts is not None and sequence.started:
             texts.add(sequence.ids)
         self.scheduler.remove(sequence)
         self.finished.append(sequence)
 
     def _forward(self, scheduled: Sequence[ScheduledPart]) -> list[Passed | None]:
-        def run(some: Sequence[ScheduledPart]) -> Sequence[Passed]:
-            passed = self.model.forward(Batch([one.part for one in some]))
-            if self.model.device.type == "cuda":
-                torch.cuda.synchronize(self.model.device)
-            return passed
+        return each_alone(scheduled, self._run_pass) if scheduled else []
 
-        return each_alone(scheduled, run) if scheduled else []
+    def _run_pass(self, scheduled: Sequence[ScheduledPart]) -> Sequence[Passed]:
+        passed = self.model.forward(Batch([part.part for part in scheduled]))
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return passed
 
     def _reads_along(self, sequence: SequenceState) -> bool:
         """Whether the drafter should read the prompt along with the target.
 
         It should if it is going to be asked. In a full batch no call may be worth its time. Then
-        the hidden states are kept, in case one is later on.
+        the hidden states are kept, in case a call is worth it later on.
         """
         request = sequence.request
         fixed = request.budget is not None or not sequence.policy.uses_cost_model
@@ -265,36 +279,43 @@ class Engine:
 
         Whole chunks of texts that are read are entered in the prefix cache.
         """
-        for one in scheduled:
-            sequence = one.sequence
+        for part in scheduled:
+            sequence = part.sequence
+            is_text = part.proposal is None
             if sequence.over or sequence.cache is None:
                 continue
-            state, drafter = sequence.draft_state, sequence.drafter
             try:
-                if state is not None and drafter is not None:
-                    along = one.proposal is None and self._reads_along(sequence)
-                    least = 1 if along else MAX_UNREAD_HIDDEN
-                    if state.waiting >= least and (along or drafter.needs_hidden):
-                        read_ahead(drafter, [sequence], least, sequence.read)
+                self._advance_drafter(sequence, is_text)
             except Exception as error:
                 fail(sequence, error)
                 continue
-            if one.proposal is None:
+            if is_text:
                 self.prefixes.remember(sequence, sequence.read)
+
+    def _advance_drafter(self, sequence: SequenceState, is_text: bool) -> None:
+        state = sequence.draft_state
+        drafter = sequence.drafter
+        if state is None or drafter is None:
+            return
+        along = is_text and self._reads_along(sequence)
+        least = 1 if along else MAX_UNREAD_HIDDEN
+        if state.waiting >= least and (along or drafter.needs_hidden):
+            read_ahead(drafter, [sequence], least, sequence.read)
 
     def _record_times(
         self, scheduled: Sequence[ScheduledPart], seconds: float, verifying: float
     ) -> None:
-        for one in scheduled:
-            if one.proposal is None:
-                one.sequence.statistics.prefill_seconds += seconds
+        for part in scheduled:
+            statistics = part.sequence.statistics
+            if part.proposal is None:
+                statistics.prefill_seconds += seconds
             else:
-                one.sequence.statistics.seconds += seconds
-                one.sequence.statistics.experts += self.model.experts_read
-        trees = [one for one in scheduled if one.proposal is not None]
+                statistics.seconds += seconds
+                statistics.experts += self.model.experts_read
+        trees = [part for part in scheduled if part.proposal is not None]
         if self._budget is None or not trees:
             return
         cost = self._budget.cost
-        # their tokens are committed by now, which changes little
-        context = sum(cost.of_context(one.part.rows, len(one.sequence.ids)) for one in trees)
-        cost.observe_pass(sum(one.part.rows for one in scheduled), verifying, context)
+        # the texts have the step's tokens by now, which changes little
+        context = sum(cost.of_context(tree.part.rows, len(tree.sequence.ids)) for tree in trees)
+        cost.observe_pass(sum(part.part.rows for part in scheduled), verifying, context)

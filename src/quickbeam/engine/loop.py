@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NoReturn, Protocol, TypeVar
 
@@ -121,9 +120,9 @@ class EngineLoop:
                 changed.setdefault(client, []).append(sequence)
             if sequence.over:
                 self.clients.pop(sequence, None)
-        for client, own in changed.items():
+        for client, sequences_of_client in changed.items():
             try:
-                client.notify(own)
+                client.notify(sequences_of_client)
             except Exception:
                 logger.exception("a client can't be notified")
 
@@ -151,14 +150,16 @@ class EngineThread:
 
         Raises `QuickbeamError` as `call` does.
         """
-        self._put(partial(self._loop.start, sequence, clients))
+        loop = self._loop  # a command holds no `self`, whose thread ends when it is forgotten
+        self._put(lambda: loop.start(sequence, clients))
 
     def cancel(self, sequence: SequenceState) -> None:
         """End a sequence as `interrupted` after the step that is under way, unless it is over.
 
         Never waits, so that finalizers may call it.
         """
-        self._loop.inbox.put(partial(self._loop.cancel, sequence))
+        loop = self._loop
+        loop.inbox.put(lambda: loop.cancel(sequence))
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread, between two steps, and return its result.
@@ -168,7 +169,7 @@ class EngineThread:
         """
         self.check()
         result = Future[T]()
-        self._put(partial(fulfil, result, function))
+        self._put(lambda: fulfil(result, function))
         return result.result()
 
     def check(self) -> None:
@@ -223,8 +224,9 @@ class EngineThread:
             if self.closed:
                 raise QuickbeamError("this model is closed: load it again")
             if self._thread is None:
-                run, name = self._loop.run, "quickbeam-engine"
-                thread = threading.Thread(target=run, name=name, daemon=True)
+                thread = threading.Thread(
+                    target=self._loop.run, name="quickbeam-engine", daemon=True
+                )
                 thread.start()
                 _inboxes[thread] = self._loop.inbox
                 self._thread = thread  # alive by now, or `check` would take it for an ended one

@@ -17,8 +17,8 @@ TEXT = 1024
 NODES_FROM_DISK = (1, 64, 512)
 
 
-def measure(model: Model, most: int) -> CostModel:
-    """Measure passes over trees of at most `most` nodes.
+def measure(model: Model, max_nodes: int) -> CostModel:
+    """Measure passes over trees of at most `max_nodes` nodes.
 
     Of two rounds the faster times count: a busy machine only adds time, and so does the first pass
     of each size on a GPU. Where weights are read from disk, one round is enough.
@@ -27,7 +27,7 @@ def measure(model: Model, most: int) -> CostModel:
     sizes = [(nodes, 0) for nodes in NODES] + [(nodes, text) for nodes in NODES_BEHIND_TEXT]
     if model.streamed is not None:
         sizes = [(nodes, 0) for nodes in NODES_FROM_DISK]
-    sizes = [size for size in sizes if size[0] <= most]
+    sizes = [size for size in sizes if size[0] <= max_nodes]
     _seconds(model, *sizes[0])  # not counted, since the first pass of all may be slow
     seconds = {size: _seconds(model, *size) for size in sizes}
     if model.streamed is None:

@@ -50,18 +50,19 @@ class Detokenizer:
             return ""
         self._window.append(token)
         self._text = text
-        whole = text.rstrip(INCOMPLETE)
-        self._waiting = self._waiting + 1 if len(whole) < len(text) else 0
+        complete = text.rstrip(INCOMPLETE)
+        self._waiting = self._waiting + 1 if len(complete) < len(text) else 0
         if self._waiting > 4:  # a character has 4 bytes at most: these never will be one
-            whole = text
-        if len(whole) <= len(self._shown):
+            complete = text
+        if len(complete) <= len(self._shown):
             # only endless spaces, with a tokenizer that strips them, get here
             if len(self._window) - self._context > PENDING:
                 del self._window[self._context]
             return ""
-        piece = whole[len(self._shown) :]
-        self._shown, self._waiting = whole, 0
-        if len(whole) == len(text):
+        piece = complete[len(self._shown) :]
+        self._shown = complete
+        self._waiting = 0
+        if len(complete) == len(text):
             del self._window[: self._context]
             self._context = len(self._window)
             self._text = self._shown = self._decode(self._window)
@@ -99,9 +100,9 @@ class Output:
     - `text`: their text, cut before the earliest stop string, or right after it with
       `include_stop_str_in_output`. An id that ended the answer gives no text. May be read from any
       thread.
-    - `ends`: the ids that end the answer.
+    - `stop_ids`: the ids that end the answer.
 
-    Among the first `min_tokens` tokens only `max_tokens` ends the answer. `ends` should not be
+    Among the first `min_tokens` tokens only `max_tokens` ends the answer. `stop_ids` should not be
     emitted there (`Sampler` bans them). A stop string that is complete by then stays in the text.
     """
 
@@ -114,10 +115,14 @@ class Output:
         self._reading = Lock()  # held by the thread that decodes
         self.finish_reason: str | None = None
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
-        self.ends = frozenset([*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)])
+        stop_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids.update(eos_ids)
+        self.stop_ids = frozenset(stop_ids)
         self._stop = tuple(params.stop)
         self._include_stop = params.include_stop_str_in_output
-        self._min_tokens, self._max_tokens = params.min_tokens, params.max_tokens
+        self._min_tokens = params.min_tokens
+        self._max_tokens = params.max_tokens
         self._taken = 0  # how many characters `take` has returned
 
     def append(self, token: int) -> bool:
@@ -130,7 +135,7 @@ class Output:
                 f"the answer has ended already ({self.finish_reason}): feed no more tokens"
             )
         self.token_ids.append(token)
-        if token in self.ends and len(self.token_ids) > self._min_tokens:
+        if token in self.stop_ids and len(self.token_ids) > self._min_tokens:
             self.close("stop")
         else:
             self._undecoded.append(token)
@@ -177,30 +182,40 @@ class Output:
         if self._stop and not self._include_stop:
             with self._reading:
                 text = self._text
-                held = self._begun() if self.finish_reason is None else 0
-        start, self._taken = self._taken, len(text) - held
+                held = self._partial_stop() if self.finish_reason is None else 0
+        start = self._taken
+        self._taken = len(text) - held
         return text[start : self._taken]
 
-    def _begun(self) -> int:
-        """Return the length of the longest end of the text with which a stop string begins. One
-        that is complete (among the first `min_tokens` tokens) does not count."""
-        text, last = self._text, self._text[-1:]
-        ends = ((one, n) for one in self._stop for n in range(1, min(len(one), len(text) + 1)))
-        return max(
-            (n for one, n in ends if one[n - 1] == last and text.endswith(one[:n])), default=0
-        )
+    def _partial_stop(self) -> int:
+        """Return the length of the longest end of the text with which a stop string begins.
+
+        A complete one (among the first `min_tokens` tokens) does not count.
+        """
+        text = self._text
+        longest = 0
+        for stop in self._stop:
+            for length in range(1, min(len(stop), len(text) + 1)):
+                # comparing one character first, since slices of a long stop string take time
+                if stop[length - 1] == text[-1] and text.endswith(stop[:length]):
+                    longest = max(longest, length)
+        return longest
 
     def _add(self, piece: str) -> bool:
         """Append text. If it completes a stop string, cut the text there and return True.
 
-        The earliest stop string counts; of two that begin at the same place, the shorter one.
+        The earliest stop string counts; of two that begin at the same position, the shorter one.
         """
         # another thread may look at the text at any time, so it never holds what is cut off
         text = self._text + piece
-        first = len(self._text) + 1  # where one that this piece completes ends, at least
-        spans = [(text.find(one, max(0, first - len(one))), len(one)) for one in self._stop]
-        matches = [span for span in spans if span[0] >= 0]
-        if stopped := bool(matches) and len(self.token_ids) > self._min_tokens:
+        first_end = len(self._text) + 1  # where a stop string that this piece completes may end
+        matches = list[tuple[int, int]]()  # start and length
+        for stop in self._stop:
+            start = text.find(stop, max(0, first_end - len(stop)))
+            if start >= 0:
+                matches.append((start, len(stop)))
+        stopped = bool(matches) and len(self.token_ids) > self._min_tokens
+        if stopped:
             start, length = min(matches)
             text = text[: start + length if self._include_stop else start]
         self._text = text

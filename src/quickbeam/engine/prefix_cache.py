@@ -34,7 +34,7 @@ class Chunk:
 
     - `key`: its tokens.
     - `kv`: the target's keys and values.
-    - `edge`: the hidden states `[1, layers * d]` of the last token, if known.
+    - `last_hidden`: the hidden states `[1, layers * d]` of the last token, if known.
     - `draft`: the drafter's rows, if known.
     - `hidden`: the hidden states of all its tokens, as long as the drafter's rows are not known.
     - `snapshot`: the state of recurrent layers behind it, if kept.
@@ -43,7 +43,7 @@ class Chunk:
     parent: Chunk | None = None
     key: tuple[int, ...] = ()
     kv: Any = None
-    edge: torch.Tensor | None = None
+    last_hidden: torch.Tensor | None = None
     draft: Any = None
     hidden: torch.Tensor | None = None
     snapshot: Page | None = None
@@ -59,7 +59,8 @@ class PrefixCache:
     """
 
     def __init__(self, size: int | None, pool: Pool) -> None:
-        self.size, self._pool = size or sys.maxsize, pool
+        self.size = size or sys.maxsize
+        self._pool = pool
         pool.snapshots = size is not None and pool.state_pages > 0
         self._snapshots: OrderedDict[Chunk, None] = OrderedDict()  # least recently used first
         self.drafter: Drafter | None = None
@@ -76,16 +77,19 @@ class PrefixCache:
         For a drafter that reads the hidden states of every token, they end where neither its rows
         nor the hidden states are known.
         """
-        chunk, chunks, rows = self._root, list[Chunk](), True
-        drafted = drafter is not None and drafter.needs_hidden and drafter.pool is not None
-        if drafted and drafter is not self.drafter:
+        needs_hidden = drafter is not None and drafter.needs_hidden and drafter.pool is not None
+        if needs_hidden and drafter is not self.drafter:
             return []
+        chunk = self._root
+        chunks = list[Chunk]()
+        has_rows = True
         for begin in range(0, len(ids) - self.size, self.size):
             following = chunk.children.get(tuple(ids[begin : begin + self.size]))
             if following is None:
                 break
-            rows = rows and following.draft is not None and following.edge is not None
-            if drafted and not rows and following.hidden is None:
+            read = following.draft is not None and following.last_hidden is not None
+            has_rows = has_rows and read
+            if needs_hidden and not has_rows and following.hidden is None:
                 break
             chunk = following
             chunks.append(chunk)
@@ -99,7 +103,9 @@ class PrefixCache:
 
         These ids must have keys and values.
         """
-        cache, chunks, state = sequence.cache, sequence.chunks, sequence.draft_state
+        cache = sequence.cache
+        chunks = sequence.chunks
+        state = sequence.draft_state
         assert cache is not None
         while (len(chunks) + 1) * self.size <= tokens:
             at = len(chunks)
@@ -112,10 +118,10 @@ class PrefixCache:
                     self._pool.pin(kv)
                 except OutOfPages:
                     return
-                chunk = parent.children[key] = Chunk(parent, key, kv, sequence.edges.get(at))
+                chunk = parent.children[key] = Chunk(parent, key, kv, sequence.last_hidden.get(at))
                 self._order[chunk] = None
-            elif chunk.edge is None:
-                chunk.edge = sequence.edges.get(at)
+            elif chunk.last_hidden is None:
+                chunk.last_hidden = sequence.last_hidden.get(at)
             chunks.append(chunk)
             snapshot = cache.snapshot((at + 1) * self.size) if chunk.snapshot is None else None
             if snapshot is not None:
@@ -148,7 +154,8 @@ class PrefixCache:
 
         May be called from any thread. Chunks that are dropped meanwhile don't count.
         """
-        pages, without = 0, set(kept)
+        pages = 0
+        without = set(kept)
         for chunk in list(self._order):
             kv, snapshot = chunk.kv, chunk.snapshot
             if chunk in without or kv is None or not self._pool.is_evictable(kv):
@@ -187,7 +194,7 @@ class PrefixCache:
         self._drop_snapshot(chunk)
         if chunk.draft is not None and self.drafter is not None and self.drafter.pool is not None:
             self.drafter.pool.unpin(chunk.draft)
-        chunk.kv = chunk.draft = chunk.edge = chunk.hidden = None
+        chunk.kv = chunk.draft = chunk.last_hidden = chunk.hidden = None
         chunk.children = {}
 
     def _touch(self, chunks: Sequence[Chunk]) -> None:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from quickbeam.drafters.base import Drafter, DraftProbs
+from quickbeam.drafters.base import Drafter, DraftProbs, DraftRequest
 from quickbeam.engine.budget import ASKED, PLAIN, Budget
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import NoDraft, Proposal, ProposalSteps
 from quickbeam.methods.constrained import constrained
-from quickbeam.models.base import Draft, Model
+from quickbeam.models.base import Draft
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=Any)  # something of a `sequence`
@@ -27,10 +27,10 @@ T = TypeVar("T")
 NODES_WITHOUT_COSTS = 16
 CATCH_UP = 32  # where a drafter has to read more tokens than this, it does so before the call
 FEW = 8  # tokens of a sequence that are read in a call whose time counts
-# Of these it reads at most twice as many as the answer may still have, and at most so many, if it
-# can leave out those before them: drafts gain little from the rest, and reading takes time.
+# A drafter that can leave out tokens reads at most so many, and at most twice as many as the answer
+# may still have: drafts gain little from those before them, and reading takes time.
 TAIL = 128
-TOKENS = 2.0  # of a step, about
+TOKENS_PER_STEP = 2.0  # about
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class SequenceProposal:
 
     sequence: SequenceState
     steps: ProposalSteps
-    request: Any = None
+    request: DraftRequest | None = None
     result: Proposal | None = None
     calls: int = 0
     seconds: float = 0.0
@@ -60,6 +60,16 @@ class SequenceProposal:
         """Whether each of its nodes has to be worth its marginal cost."""
         return self.sequence.context.node_costs is not None
 
+    def send(self, answer: DraftProbs | None) -> None:
+        """Go on to the next request, or to the result. An error ends the sequence."""
+        self.request = None
+        try:
+            self.request = self.steps.send(answer)
+        except StopIteration as end:
+            self.result = end.value
+        except Exception as error:
+            fail(self.sequence, error)
+
 
 class StepProposer:
     """Proposes the trees of one step.
@@ -71,13 +81,13 @@ class StepProposer:
 
     def __init__(
         self,
-        model: Model,
         budget: Callable[[], Budget],
         running: Sequence[SequenceState],
         prompts: int,
     ) -> None:
-        self.model, self.running = model, running
-        self._make_budget, self._prompts = budget, prompts
+        self.running = running
+        self._make_budget = budget
+        self._prompts = prompts
         self.asked = False  # whether the drafter was asked
         self.reading = 0.0  # seconds in which it read what it had missed
 
@@ -86,59 +96,73 @@ class StepProposer:
         """The budget, with this step opened."""
         budget = self._make_budget()
         # what is learned in it belongs to all methods whose budget is measured
-        measured = [one for one in self.running if one.request.budget is None]
-        setting = frozenset(one.request.setting for one in measured)
-        drafter = next((one.drafter for one in measured if one.drafter is not None), None)
-        tokens = sum(len(one.ids) for one in self.running)
-        nodes = sum(one.nodes for one in self.running)
-        budget.begin(setting, len(self.running), tokens, nodes, self._prompts, drafter)
+        measured = [sequence for sequence in self.running if sequence.request.budget is None]
+        drafters = [sequence.drafter for sequence in measured if sequence.drafter is not None]
+        budget.begin(
+            frozenset(sequence.request.setting for sequence in measured),
+            sequences=len(self.running),
+            tokens=sum(len(sequence.ids) for sequence in self.running),
+            nodes=sum(sequence.nodes for sequence in self.running),
+            rows=self._prompts,
+            drafter=drafters[0] if drafters else None,
+        )
         return budget
 
     def propose(self) -> list[SequenceProposal]:
         """Propose the trees of all running sequences, round by round."""
-        drafts = list[SequenceProposal]()
+        proposals = list[SequenceProposal]()
         for sequence in self.running:
             try:
-                drafts.append(self._begin(sequence))
-                self._send(drafts[-1], None)
+                proposals.append(self._begin(sequence))
             except Exception as error:
                 fail(sequence, error)
-        while waiting := [one for one in drafts if one.request is not None]:
-            for drafter in {one.sequence.drafter for one in waiting}:
+            else:
+                proposals[-1].send(None)
+        while waiting := [proposal for proposal in proposals if proposal.request is not None]:
+            for drafter in {proposal.sequence.drafter for proposal in waiting}:
                 assert drafter is not None
-                asked = self._ask([one for one in waiting if one.sequence.drafter is drafter])
-                if asked:
-                    self._answer(drafter, asked)
-        return [one for one in drafts if not one.sequence.over]
+                of_drafter = [
+                    proposal for proposal in waiting if proposal.sequence.drafter is drafter
+                ]
+                worth_asking = self._worth_asking(drafter, of_drafter)
+                if worth_asking:
+                    self._answer(drafter, worth_asking)
+        return [proposal for proposal in proposals if not proposal.sequence.over]
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Record that the step emitted `tokens` in all and took `seconds`."""
-        if "budget" in vars(self):
-            asks = any(one.drafter is not None for one in self.running)
-            asked = self.asked if asks else any(one.nodes > 1 for one in self.running)
-            self.budget.observe(tokens, seconds, self.reading, asked)
+        if "budget" not in vars(self):  # no tree needed it
+            return
+        asked = self.asked
+        if all(sequence.drafter is None for sequence in self.running):
+            asked = any(sequence.nodes > 1 for sequence in self.running)
+        self.budget.observe(tokens, seconds, self.reading, asked)
 
     def _begin(self, sequence: SequenceState) -> SequenceProposal:
-        context, depth = sequence.context, sequence.remaining - 1
-        context.node_costs, context.explore = None, False
+        context = sequence.context
+        max_depth = sequence.remaining - 1
+        context.node_costs = None
+        context.explore = False
         nodes = sequence.request.budget
         if nodes is None:
             nodes = self._measured_nodes(sequence)
-        # for the root alone nothing is looked for
-        steps = (sequence.policy if nodes > 1 else NoDraft()).propose(context, nodes, depth)
+        # for the root alone no source is asked
+        method = sequence.policy if nodes > 1 else NoDraft()
+        steps = method.propose(context, nodes, max_depth)
         if context.grammar is not None:
-            steps = constrained(steps, context, nodes, depth)
+            steps = constrained(steps, context, nodes, max_depth)
         return SequenceProposal(sequence, steps)
 
     def _measured_nodes(self, sequence: SequenceState) -> int:
         """Return how many nodes a tree may have, and give the context what a node costs."""
-        policy, context = sequence.policy, sequence.context
-        if not policy.sources:
+        method = sequence.policy
+        context = sequence.context
+        if not method.sources:
             return 1
         # forced tokens are drafted in any case
         if self.budget.kind == PLAIN and context.grammar is None:
             return 1
-        if not policy.uses_cost_model or context.samples_children:
+        if not method.uses_cost_model or context.samples_children:
             return NODES_WITHOUT_COSTS
         if self.budget.kind == ASKED or sequence.drafter is None:
             context.explore = self.budget.explore(self._exploring_seconds(sequence))
@@ -148,86 +172,94 @@ class StepProposer:
 
     def _exploring_seconds(self, sequence: SequenceState) -> float:
         """Return what a call of the drafter takes, with what it has to read before."""
-        drafter, cost = sequence.drafter, self.budget.cost
+        drafter = sequence.drafter
         if drafter is None:
             return 0.0
-        return cost.of_call(drafter) + cost.of_reading(drafter, self._to_read(sequence))
+        cost = self.budget.cost
+        return cost.of_call(drafter) + cost.of_reading(drafter, _tokens_to_read(sequence))
 
-    def _ask(self, waiting: list[SequenceProposal]) -> list[SequenceProposal]:
+    def _worth_asking(
+        self, drafter: Drafter, waiting: list[SequenceProposal]
+    ) -> list[SequenceProposal]:
         """Return the trees whose requests are worth their time; the others go on without."""
-        measured = [one for one in waiting if one.measured]
+        measured = [proposal for proposal in waiting if proposal.measured]
         if not measured:
             return waiting
-        gains = [self._gain(one) for one in measured]
-        answered = self.budget.worth_asking(measured[0].sequence.drafter, gains)
-        refused = [one for one, yes in zip(measured, answered, strict=True) if not yes]
-        for one in refused:
-            self._send(one, None)
-        return [one for one in waiting if one not in refused]
+        gains = [self._gain(proposal) for proposal in measured]
+        worth = self.budget.worth_asking(drafter, gains)
+        refused = [proposal for proposal, ask in zip(measured, worth, strict=True) if not ask]
+        for proposal in refused:
+            proposal.send(None)
+        return [proposal for proposal in waiting if proposal not in refused]
 
-    def _to_read(self, sequence: SequenceState) -> int:
-        """Return how many tokens the drafter has to read before it is asked."""
-        drafter, unread = sequence.drafter, _unread(sequence)
-        skips = drafter is not None and drafter.skips
-        return min(unread, _tail(sequence)) if skips else unread
+    def _gain(self, proposal: SequenceProposal) -> float:
+        """Return the tokens that a tree gains from an answer, less the time to read before it.
 
-    def _gain(self, one: SequenceProposal) -> float:
-        """Return the tokens that a tree gains from an answer, beside the time of the call.
-
-        Where the drafter has to read much first, this is spread over the steps that are left.
+        Where the drafter has to read much first, that time is spread over the steps that are left.
         """
-        sequence, cost = one.sequence, self.budget.cost
+        assert proposal.request is not None
+        sequence = proposal.sequence
         if self.budget.kind != ASKED:
             return 0.0
-        unread = self._to_read(sequence)
+        gain = proposal.request.gain
+        unread = _tokens_to_read(sequence)
         if unread <= CATCH_UP:
-            return float(one.request.gain)
-        steps = max(1.0, sequence.remaining / TOKENS)
-        reading = cost.of_reading(sequence.drafter, unread) / steps
-        return float(one.request.gain - self.budget.rate * reading)
+            return gain
+        steps = max(1.0, sequence.remaining / TOKENS_PER_STEP)
+        reading = self.budget.cost.of_reading(sequence.drafter, unread) / steps
+        return gain - self.budget.rate * reading
 
-    def _answer(self, drafter: Drafter, asked: list[SequenceProposal]) -> None:
-        # Where the drafter missed many tokens because it was not asked, it reads them first, or the
-        # last of them, if it can do without the others. So the call that follows is timed like any
-        # other, however long ago the last one was.
+    def _answer(self, drafter: Drafter, proposals: list[SequenceProposal]) -> None:
+        """Ask the drafter once for all of these trees, and send each its answer."""
         self.asked = True
-        cost = self.budget.cost if any(one.measured for one in asked) else None
+        measured = any(proposal.measured for proposal in proposals)
         began = time.perf_counter()
-        first = [one for one in asked if one.request.nodes[0] == 0]
-        behind = [one.sequence for one in first if _unread(one.sequence) > CATCH_UP]
-        if behind:
-            try:
-                for sequence in behind:
-                    if cost is not None and drafter.skips and sequence.draft_state is not None:
-                        sequence.draft_state.skip(_tail(sequence))
-                read_ahead(drafter, behind)
-            except Exception as error:
-                # the call meets it again, and tells which sequence it is
-                logger.info("a drafter can't catch up: %s", error)
+        first_calls = [
+            proposal
+            for proposal in proposals
+            if proposal.request is not None and proposal.request.nodes[0] == 0
+        ]
+        self._catch_up(drafter, [proposal.sequence for proposal in first_calls], measured)
         caught_up = time.perf_counter()
         self.reading += caught_up - began
-        unread = sum(_unread(one.sequence) for one in first)
-        answers = each_alone(asked, lambda some: drafter.answer([one.request for one in some]))
+        unread = sum(_unread(proposal.sequence) for proposal in first_calls)
+        answers = each_alone(proposals, lambda some: drafter.answer(_requests(some)))
         answered = time.perf_counter()
-        for one, answer in zip(asked, answers, strict=True):
-            one.calls += 1
-            one.seconds += (answered - began) / len(asked)
+        for proposal, answer in zip(proposals, answers, strict=True):
+            proposal.calls += 1
+            proposal.seconds += (answered - began) / len(proposals)
             if answer is None:
-                one.request = None
+                proposal.request = None
             else:
-                self._send(one, answer)
-        timed = len(first) if drafter.one_call else len(asked)
-        if cost is not None and timed and unread <= FEW * timed:
-            cost.observe_call(drafter, timed, time.perf_counter() - caught_up)
+                proposal.send(answer)
+        timed = len(first_calls) if drafter.one_call else len(proposals)
+        if measured and timed and unread <= FEW * timed:
+            seconds = time.perf_counter() - caught_up
+            self.budget.cost.observe_call(drafter, timed, seconds)
 
-    def _send(self, one: SequenceProposal, answer: DraftProbs | None) -> None:
+    def _catch_up(
+        self, drafter: Drafter, sequences: Sequence[SequenceState], measured: bool
+    ) -> None:
+        """Let a drafter read first where it missed many tokens because it was not asked.
+
+        It reads only the last of them, if it can leave out those before. So the call that follows
+        is timed like any other, however long ago the last one was.
+        """
+        behind = [sequence for sequence in sequences if _unread(sequence) > CATCH_UP]
+        if not behind:
+            return
         try:
-            one.request = one.steps.send(answer)
-        except StopIteration as end:
-            one.request, one.result = None, end.value
+            for sequence in behind:
+                if measured and drafter.skips and sequence.draft_state is not None:
+                    sequence.draft_state.skip(_tail(sequence))
+            read_ahead(drafter, behind)
         except Exception as error:
-            one.request = None
-            fail(one.sequence, error)
+            # the call meets it again, and tells which sequence it is
+            logger.info("a drafter can't catch up: %s", error)
+
+
+def _requests(proposals: Sequence[SequenceProposal]) -> list[DraftRequest]:
+    return [proposal.request for proposal in proposals if proposal.request is not None]
 
 
 def _tail(sequence: SequenceState) -> int:
@@ -237,6 +269,13 @@ def _tail(sequence: SequenceState) -> int:
 
 def _unread(sequence: SequenceState) -> int:
     return 0 if sequence.draft_state is None else sequence.draft_state.waiting
+
+
+def _tokens_to_read(sequence: SequenceState) -> int:
+    """Return how many tokens the drafter has to read before it is asked."""
+    unread = _unread(sequence)
+    skips = sequence.drafter is not None and sequence.drafter.skips
+    return min(unread, _tail(sequence)) if skips else unread
 
 
 def read_ahead(
@@ -249,7 +288,7 @@ def read_ahead(
 
     See `Drafter.read`.
     """
-    states = [one.draft_state for one in sequences if one.draft_state is not None]
+    states = [sequence.draft_state for sequence in sequences if sequence.draft_state is not None]
     drafter.read(states, least, end)
 
 
@@ -264,7 +303,7 @@ def each_alone(parts: Sequence[P], run: Callable[[Sequence[P]], Sequence[T]]) ->
         if len(parts) == 1:
             fail(parts[0].sequence, error)
             return [None]
-        return [result for one in parts for result in each_alone([one], run)]
+        return [result for part in parts for result in each_alone([part], run)]
 
 
 def fail(sequence: SequenceState, error: Exception) -> None:

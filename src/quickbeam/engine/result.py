@@ -9,8 +9,17 @@ from quickbeam.drafters.base import HeadUse
 # what a record in JSON holds of an answer, and of its statistics
 FIELDS = ("text", "token_ids", "finish_reason", "model", "method", "seed")
 FIGURES = (
-    *("new_tokens", "steps", "mean_accepted_tokens", "seconds", "prefill_seconds", "cached_tokens"),
-    *("draft_seconds", "drafter_seconds", "drafter_calls", "verify_seconds", "tokens_per_second"),
+    "new_tokens",
+    "steps",
+    "mean_accepted_tokens",
+    "seconds",
+    "prefill_seconds",
+    "cached_tokens",
+    "draft_seconds",
+    "drafter_seconds",
+    "drafter_calls",
+    "verify_seconds",
+    "tokens_per_second",
     "exact",
 )
 
@@ -111,13 +120,15 @@ class Completion:
 
     def to_json(self) -> dict[str, object]:
         """Return the record that `generate --json` prints."""
-        s = self.statistics
+        statistics = self.statistics
         record: dict[str, object] = {name: getattr(self, name) for name in FIELDS}
-        record |= {name: getattr(s, name) for name in FIGURES}
-        record["sources"] = {name: vars(count) for name, count in s.sources.items()}
-        if s.head is not None:
-            record["head_seconds"] = s.head.seconds
-            record["shortlist_size"] = s.head.tokens / s.head.calls if s.head.calls else 0.0
+        for name in FIGURES:
+            record[name] = getattr(statistics, name)
+        record["sources"] = {name: vars(count) for name, count in statistics.sources.items()}
+        head = statistics.head
+        if head is not None:
+            record["head_seconds"] = head.seconds
+            record["shortlist_size"] = head.tokens / head.calls if head.calls else 0.0
         if self.logprobs is not None:
             record["logprobs"] = [vars(entry) for entry in self.logprobs]
         return record

@@ -15,9 +15,10 @@ from quickbeam.models.base import Chain, Draft, Model, Part
 from quickbeam.models.cache.kv import OutOfPages
 
 TREE = 64  # how many rows a sequence may need besides its tokens
-MANY_PLACES = 8  # with so many places, the last one is kept for tenants that hold none,
-SHORT = 1024  # for sequences of at most so many tokens, so that it is free again soon
-MOST_TENANTS = 4096  # so many are remembered that don't wait
+# where so many sequences may be active, the last slot is kept for tenants that have none active,
+MANY_SLOTS = 8
+SHORT = 1024  # and for sequences of at most so many tokens, so that it is free again soon
+MAX_TENANTS = 4096  # so many are remembered that don't wait
 
 
 class ScheduledPart(NamedTuple):
@@ -51,7 +52,7 @@ class FairQueue:
         return sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[SequenceState]:
-        return iter([one for queue in self._queues.values() for one in queue])
+        return iter([sequence for queue in self._queues.values() for sequence in queue])
 
     def add(self, sequence: SequenceState) -> None:
         """Add a sequence. It comes before those that arrived later, whichever was added first."""
@@ -63,11 +64,12 @@ class FairQueue:
 
     def heads(self) -> list[SequenceState]:
         """Return the first sequence of each tenant, in the order in which they are next."""
-        return [self._queues[one][0] for one in sorted(self._queues, key=self._served.__getitem__)]
+        tenants = sorted(self._queues, key=self._served.__getitem__)
+        return [self._queues[tenant][0] for tenant in tenants]
 
     def take(self, sequence: SequenceState) -> None:
         """Remove a sequence that begins, at the cost of its tenant."""
-        self._least = min(self._served[one] for one in self._queues)
+        self._least = min(self._served[tenant] for tenant in self._queues)
         self._served[sequence.request.tenant] += sequence.cost
         self.remove(sequence)
 
@@ -84,11 +86,11 @@ class FairQueue:
     def _forget(self) -> None:
         """Forget tenants that left, and would come as if they had not been served, or are many."""
         self._least = self._least if self._queues else 0
-        kept = bool(self._queues) and len(self._served) <= MOST_TENANTS
+        remember = bool(self._queues) and len(self._served) <= MAX_TENANTS
         self._served = {
-            one: tokens
-            for one, tokens in self._served.items()
-            if one in self._queues or (kept and tokens > self._least)
+            tenant: tokens
+            for tenant, tokens in self._served.items()
+            if tenant in self._queues or (remember and tokens > self._least)
         }
 
 
@@ -96,14 +98,16 @@ class Scheduler:
     """`waiting` sequences, and `active` ones in order of arrival.
 
     At most `max_running` are active: their texts are read, or they run. A sequence is admitted when
-    there is room for its text, and never before one whose turn it is. Where there are
-    `MANY_PLACES`, sequences of one tenant leave the last place free for a short one of another. If
-    memory runs short later, the active sequence that came last is preempted: its text stays, its
-    keys and values are computed again.
+    there is memory for its text, in the order of `FairQueue`. Where there are `MANY_SLOTS`, the
+    last slot is left free for a short sequence of a tenant that has none active. If memory runs
+    short later, the active sequence that came last is preempted: its text stays, its keys and
+    values are computed again.
     """
 
     def __init__(self, model: Model, prefixes: PrefixCache, max_running: int) -> None:
-        self.model, self.prefixes, self.max_running = model, prefixes, max_running
+        self.model = model
+        self.prefixes = prefixes
+        self.max_running = max_running
         self.pool = model.pool
         self.waiting = FairQueue()
         self.active: list[SequenceState] = []
@@ -117,7 +121,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def admit(self) -> None:
-        """Make waiting sequences active, in order, as long as there is room."""
+        """Make waiting sequences active, in order, as far as slots and memory allow."""
         while (sequence := self._next()) is not None:
             if self.active and not self._fits(sequence):
                 return
@@ -137,11 +141,13 @@ class Scheduler:
         if free <= 0 or not self.waiting:
             return None
         heads = self.waiting.heads()
-        if free > 1 or self.max_running < MANY_PLACES or heads[0].request.tenant is None:
+        if free > 1 or self.max_running < MANY_SLOTS or heads[0].request.tenant is None:
             return heads[0]
-        served = {one.request.tenant for one in self.active}
-        short = (one for one in heads if one.cost <= SHORT)
-        return next((one for one in short if one.request.tenant not in served), None)
+        served = {sequence.request.tenant for sequence in self.active}
+        for sequence in heads:
+            if sequence.cost <= SHORT and sequence.request.tenant not in served:
+                return sequence
+        return None
 
     def _fits(self, sequence: SequenceState) -> bool:
         """Whether a sequence's text and a tree fit without preempting an active sequence.
@@ -151,12 +157,13 @@ class Scheduler:
         if self.pool.limit is None:
             return True
         chunks = [] if sequence.scoring else self.prefixes.find(sequence.ids, sequence.drafter)
-        known = len(chunks) * self.prefixes.size
-        needed = -(-(len(sequence.ids) - known + TREE) // self.pool.page)
+        cached_tokens = len(chunks) * self.prefixes.size
+        needed = -(-(len(sequence.ids) - cached_tokens + TREE) // self.pool.page)
         needed += self.pool.most_state_pages
-        reserved = sum(
-            one.cache.missing(len(one.ids) + 1) for one in self.active if one.cache is not None
-        ) + len(self.active)
+        reserved = len(self.active)
+        for active in self.active:
+            if active.cache is not None:
+                reserved += active.cache.missing(len(active.ids) + 1)
         missing = needed + reserved - (self.pool.free or 0)
         # shared chunks that it is going to hold can't be dropped for it
         return missing <= 0 or missing <= self.prefixes.evictable_pages(chunks)
@@ -168,14 +175,15 @@ class Scheduler:
         """
         if sequence.scoring:
             return False
-        size, ids = self.prefixes.size, sequence.ids
+        size = self.prefixes.size
+        ids = sequence.ids
         for other in self.active:
             if other.started or not other.unread:
                 continue
             # compares the chunks that the other has read and the one that it reads next
             behind = other.read // size * size
-            whole = min(len(ids) - 1, len(other.request.prompt)) // size * size
-            if whole > behind and ids[: behind + size] == other.ids[: behind + size]:
+            shareable = min(len(ids) - 1, len(other.request.prompt)) // size * size
+            if shareable > behind and ids[: behind + size] == other.ids[: behind + size]:
                 return True
         return False
 
@@ -186,7 +194,9 @@ class Scheduler:
         """
         if sequence.scoring:
             return
-        prefixes, drafter, state = self.prefixes, sequence.drafter, sequence.draft_state
+        prefixes = self.prefixes
+        drafter = sequence.drafter
+        state = sequence.draft_state
         chunks = prefixes.find(sequence.ids[: len(sequence.ids) - sequence.started], drafter)
         if not chunks:
             return
@@ -194,18 +204,20 @@ class Scheduler:
         # looked up first, since making room for the sequence may drop chunks that it adopts
         kv, snapshot = [chunk.kv for chunk in chunks], chunks[-1].snapshot
         if state is not None and drafter is prefixes.drafter:
-            known = list(takewhile(lambda chunk: chunk.draft is not None, chunks))
-            parts = [one.edge for one in known[-1:]] + [one.hidden for one in chunks[len(known) :]]
+            # the drafter has read the first chunks; of the others it gets the hidden states
+            drafted = list(takewhile(lambda chunk: chunk.draft is not None, chunks))
+            parts = [chunk.last_hidden for chunk in drafted[-1:]]
+            parts += [chunk.hidden for chunk in chunks[len(drafted) :]]
             hidden = [rows for rows in parts if rows is not None]
-            if known or hidden:
-                state.attach([chunk.draft for chunk in known], prefixes.size, hidden)
+            if drafted or hidden:
+                state.attach([chunk.draft for chunk in drafted], prefixes.size, hidden)
         sequence.cache.attach(kv, prefixes.size, snapshot)
         sequence.chunks = list(chunks)
         if not sequence.statistics.preemptions:  # after one, the chunks may hold its answer
             sequence.statistics.cached_tokens = len(chunks) * prefixes.size
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Free all of an active sequence but its text, and let it wait for its turn again."""
+        """Free all of an active sequence but its text, and let it wait again."""
         sequence.release()
         sequence.statistics.preemptions += 1
         self.active.remove(sequence)
@@ -218,12 +230,7 @@ class Scheduler:
         """
         if self._has_room(scheduled):
             return scheduled
-        scheduled = [
-            one._replace(part=one.part._replace(tree=one.part.tree.first(1)))
-            if isinstance(one.part, Draft)
-            else one
-            for one in scheduled
-        ]
+        scheduled = [_root_alone(part) for part in scheduled]
         while not self._has_room(scheduled):
             last = self.active[-1]
             if len(self.active) == 1:
@@ -232,7 +239,7 @@ class Scheduler:
                 return []
             self.prefixes.remember(last, last.read)
             self.preempt(last)
-            scheduled = [one for one in scheduled if one.sequence is not last]
+            scheduled = [part for part in scheduled if part.sequence is not last]
         return scheduled
 
     def _has_room(self, scheduled: Sequence[ScheduledPart]) -> bool:
@@ -240,9 +247,9 @@ class Scheduler:
         pool = self.pool
         if pool.limit is None:
             return True
-        missing = sum(
-            one.part.cache.missing(one.sequence.read + one.part.rows + 1) for one in scheduled
-        )
+        missing = 0
+        for sequence, part, _ in scheduled:
+            missing += part.cache.missing(sequence.read + part.rows + 1)
         while missing > (pool.free or 0) and pool.evict():
             pass
         # `free` is negative where the limit was lowered meanwhile
@@ -253,34 +260,48 @@ class Scheduler:
 
         Where sequences run, or tenants may ask at any time, the passes over texts are short.
         """
-        reading = [one for one in self.active if one.unread]
-        tenants = {one.request.tenant for one in reading}
-        room = self.model.chunk
+        reading = [sequence for sequence in self.active if sequence.unread]
+        tenants = {sequence.request.tenant for sequence in reading}
+        capacity = self.model.chunk
         if len(reading) < len(self.active) or len(tenants) > 1:
-            room = self.model.mixed_chunk
+            capacity = self.model.mixed_chunk
         elif tenants != {None}:
-            room = min(room, 2 * self.model.mixed_chunk)
+            capacity = min(capacity, 2 * self.model.mixed_chunk)
         parts = list[ScheduledPart]()
-        for one, count in zip(reading, shares([one.unread for one in reading], room), strict=True):
-            if count and one.cache is not None:
-                end = one.read + count
-                last = not one.started and end == len(one.request.prompt)
-                wanted = count if one.scoring else int(last)
-                parts.append(ScheduledPart(one, Chain(one.cache, one.ids[one.read : end], wanted)))
+        counts = shares([sequence.unread for sequence in reading], capacity)
+        for sequence, count in zip(reading, counts, strict=True):
+            if not count or sequence.cache is None:
+                continue
+            end = sequence.read + count
+            ends_prompt = not sequence.started and end == len(sequence.request.prompt)
+            wanted = count if sequence.scoring else int(ends_prompt)
+            text = Chain(sequence.cache, sequence.ids[sequence.read : end], wanted)
+            parts.append(ScheduledPart(sequence, text))
         return parts
 
 
-def shares(unread: Sequence[int], room: int) -> list[int]:
-    """Return how many tokens of each text are read in a step that has room for `room` tokens.
+def _root_alone(scheduled: ScheduledPart) -> ScheduledPart:
+    """Return a part whose tree is its root; a text as it is."""
+    part = scheduled.part
+    if not isinstance(part, Draft):
+        return scheduled
+    return scheduled._replace(part=part._replace(tree=part.tree.first(1)))
 
-    Half of the room is for the text that came first, so that everyone's turn comes. The rest goes
-    to those that have least to read: a short text does not wait for the end of a long one.
+
+def shares(unread: Sequence[int], capacity: int) -> list[int]:
+    """Return how many tokens of each text are read in a step that reads `capacity` tokens at most.
+
+    Half of them are of the text that came first, so that every text is read in time. The other half
+    goes to those that have least to read: a short text does not wait for the end of a long one.
     """
-    counts = [min(unread[0], room - room // 2)] if unread else []
-    room -= sum(counts)
-    counts += [0] * (len(unread) - 1)
-    for i in [*sorted(range(1, len(unread)), key=unread.__getitem__), 0][: len(unread)]:
-        more = min(unread[i] - counts[i], room)
+    if not unread:
+        return []
+    counts = [0] * len(unread)
+    counts[0] = min(unread[0], capacity - capacity // 2)
+    left = capacity - counts[0]
+    shortest_first = sorted(range(1, len(unread)), key=unread.__getitem__)
+    for i in [*shortest_first, 0]:
+        more = min(unread[i] - counts[i], left)
         counts[i] += more
-        room -= more
+        left -= more
     return counts

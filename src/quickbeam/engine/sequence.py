@@ -38,7 +38,7 @@ class Times:
     """
 
     arrived: float
-    began: float | None = None  # when there was room for it and its text was first read
+    began: float | None = None  # when it became active and its text was first read
     first: float | None = None  # when its first token was known
 
 
@@ -50,7 +50,7 @@ class Request:
     - `setting`: the method and all that its drafts depend on; rates and costs are learned for each.
     - `observer`: called with every step.
     - `choice`: which of several answers to the prompt this is.
-    - `tenant`: whose request it is. Tenants take turns; None for a program's own requests.
+    - `tenant`: whose request it is. Tenants are served alike; None for a program's own requests.
     """
 
     prompt: Sequence[int]
@@ -66,7 +66,7 @@ class Request:
     tenant: Hashable = None
 
     def __post_init__(self) -> None:
-        self.prompt = list(self.prompt)  # the caller's may grow
+        self.prompt = list(self.prompt)  # the caller may change its list later
 
 
 class SequenceState:
@@ -81,10 +81,13 @@ class SequenceState:
     """
 
     def __init__(self, request: Request, noise: Callable[[int, int, int], Noise] = Noise) -> None:
-        self.request, self.params = request, request.params
-        self.policy, self.output = request.policy, request.output
+        self.request = request
+        self.params = request.params
+        self.policy = request.policy
+        self.output = request.output
         # the drafter of its policy, or None
-        self.drafter = next((one for one in self.policy.sources if isinstance(one, Drafter)), None)
+        drafters = [source for source in self.policy.sources if isinstance(source, Drafter)]
+        self.drafter = drafters[0] if drafters else None
         self.arrival = next(_arrivals)
         sources = [source.name for source in request.policy.sources]
         if sources and request.sampler.grammar is not None:
@@ -100,16 +103,20 @@ class SequenceState:
         self.ids = list(request.prompt)
         self.cache: SequenceCache | None = None
         self.chunks: list[Any] = []  # chunks of the prefix cache that hold the beginning of the ids
-        self.edges: dict[int, torch.Tensor] = {}  # by chunk: hidden states of its last token
+        self.last_hidden: dict[int, torch.Tensor] = {}  # by chunk: hidden states of its last token
         self.times = Times(time.perf_counter())
-        seed = self.params.seed
-        # A seed drawn here belongs to this one answer. With choice 0, the seed alone repeats it.
-        self.seed, choice = (
-            (secrets.randbits(63), 0) if seed is None else (int(seed), request.choice)
-        )
-        self.generator, self.drafting = torch.Generator(), torch.Generator()
-        self.generator.manual_seed((self.seed + choice * CHOICE) % 2**64)
-        self.drafting.manual_seed((self.seed + choice * CHOICE ^ DRAFTING) % 2**64)
+        if self.params.seed is None:
+            # this seed belongs to one answer, which the seed alone repeats: its choice is 0
+            self.seed = secrets.randbits(63)
+            choice = 0
+        else:
+            self.seed = int(self.params.seed)
+            choice = request.choice
+        choice_seed = self.seed + choice * CHOICE
+        self.generator = torch.Generator()
+        self.generator.manual_seed(choice_seed % 2**64)
+        self.drafting = torch.Generator()
+        self.drafting.manual_seed((choice_seed ^ DRAFTING) % 2**64)
         coupled = not self.params.greedy and self.params.coupling == COUPLED
         self.noise = noise(self.seed, choice, request.sampler.vocab_size) if coupled else None
         # how its tokens are drawn, where that takes their logits alone
@@ -165,8 +172,8 @@ class SequenceState:
     @property
     def scoring(self) -> bool:
         """Whether log-probabilities of the prompt's tokens are still to be computed."""
-        known = self.prompt_logprobs
-        return known is not None and len(known) < len(self.request.prompt)
+        scored = self.prompt_logprobs
+        return scored is not None and len(scored) < len(self.request.prompt)
 
     @property
     def running(self) -> bool:
@@ -194,7 +201,9 @@ class SequenceState:
             self.cache.release()
         self.cache = self.context.cache = None
         self.context.states.clear()
-        self.chunks, self.edges, self.nodes = [], {}, 1
+        self.chunks = []
+        self.last_hidden = {}
+        self.nodes = 1
         if self.noise is not None:
             self.noise.forget()
         # a copy, since a slice would keep all logits of its pass in memory
@@ -213,15 +222,18 @@ class SequenceState:
     def score(self, logits: torch.Tensor) -> None:
         """Record log-probabilities of the prompt's tokens.
 
-        `logits` `[n, vocab]` are the raw ones after the last `n` tokens that were read. What is
-        known, as it may be after a preemption, stays.
+        `logits` `[n, vocab]` are the raw ones after the last `n` tokens that were read. Records of
+        tokens that were read before a preemption stay.
         """
-        prompt, known = self.request.prompt, self.prompt_logprobs
-        assert known is not None
-        first = self.read - len(logits) + 1  # the place of the token that the first row predicts
-        for place in range(len(known), min(self.read + 1, len(prompt))):
-            row, token = logits[place - first], prompt[place]
-            known.append(Logprob(token, *logprobs(row, token, self.params.prompt_logprobs or 0)))
+        prompt = self.request.prompt
+        scored = self.prompt_logprobs
+        assert scored is not None
+        first = self.read - len(logits) + 1  # position of the token that the first row predicts
+        for position in range(len(scored), min(self.read + 1, len(prompt))):
+            row = logits[position - first]
+            token = prompt[position]
+            top = self.params.prompt_logprobs or 0
+            scored.append(Logprob(token, *logprobs(row, token, top)))
 
     def emit(self, tokens: Sequence[int], row: Callable[[int], torch.Tensor]) -> list[int]:
         """Feed tokens to the output until it ends, and return those that it took.
@@ -229,7 +241,8 @@ class SequenceState:
         `row(i)` returns the raw logits `[vocab]` that the i-th token was chosen from.
         """
         self.times.first = self.times.first or time.perf_counter()
-        taken, top = [], self.params.logprobs or 0
+        taken = []
+        top = self.params.logprobs or 0
         for i, token in enumerate(tokens):
             taken.append(token)
             if self.logprobs is not None:

@@ -24,8 +24,12 @@ class Delta(NamedTuple):
 
     def plus(self, later: Delta) -> Delta:
         """Return this part and a later one as one."""
-        parts: Any = zip(self, later, strict=True)
-        return Delta(*(old + new for old, new in parts))
+        return Delta(
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            steps=self.steps + later.steps,
+        )
 
 
 class StreamEvents:
@@ -55,9 +59,11 @@ class Stream(Iterator[str]):
         method: str,
         client: Client | None = None,
     ) -> None:
-        self._thread, self.sequence = thread, sequence
-        self._model, self._method = model, method
-        self._given = 0  # how many tokens `new` has returned
+        self._thread = thread
+        self.sequence = sequence
+        self._model = model
+        self._method = method
+        self._returned = 0  # how many tokens `new` has returned
         self._events = StreamEvents()
         # before the request is put into the queue, so that an interrupt in between ends it
         weakref.finalize(self, thread.cancel, sequence).atexit = False
@@ -73,7 +79,7 @@ class Stream(Iterator[str]):
         self._wait_for(lambda: len(self.token_ids) >= tokens)
 
     def _wait_for(self, look: Callable[[], T]) -> T | None:
-        """Return what `look` returns once that is something; None at the end. Raises an error."""
+        """Return the first true result of `look`; None at the end. Raises the answer's error."""
         while True:
             self._events.changed.clear()
             over = self._events.ended.is_set()  # before the look: there may be more until then
@@ -110,10 +116,13 @@ class Stream(Iterator[str]):
 
     def new(self) -> Delta:
         """Return the new part of the answer since the last call, without waiting."""
-        sequence, start = self.sequence, self._given
-        text, ids = sequence.output.take(), sequence.output.token_ids[start:]
-        self._given += len(ids)
-        return Delta(text, ids, (sequence.logprobs or [])[start : self._given], [])
+        sequence = self.sequence
+        start = self._returned
+        text = sequence.output.take()
+        ids = sequence.output.token_ids[start:]
+        self._returned += len(ids)
+        logprobs = (sequence.logprobs or [])[start : self._returned]
+        return Delta(text, ids, logprobs, steps=[])
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -133,7 +142,8 @@ class Stream(Iterator[str]):
     @property
     def completion(self) -> Completion:
         """The answer so far. Its `finish_reason` is `interrupted` unless it came to its end."""
-        sequence, output = self.sequence, self.sequence.output
+        sequence = self.sequence
+        output = sequence.output
         return Completion(
             text=output.text,
             token_ids=list(output.token_ids),

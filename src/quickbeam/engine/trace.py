@@ -40,16 +40,19 @@ class Trace:
         self._steps: list[dict[str, Any]] = []
 
     def __call__(self, record: StepRecord) -> None:
-        tree, accepted = record.tree, set(record.path)
+        tree = record.tree
+        accepted = set(record.path)
         values = map(float, tree.value)
         columns = zip(tree.token, tree.parent, tree.depth, tree.source, values, strict=True)
         nodes: list[dict[str, Any]] = [
             dict(zip(COLUMNS, (*row, node in accepted), strict=True))
             for node, row in enumerate(columns)
         ]
-        seconds = {name: getattr(record, name) for name in SECONDS}
-        own = {"nodes": nodes, "next": {"token": record.token}, "emitted": len(record.emitted)}
-        self._steps.append({**own, **seconds})
+        step: dict[str, Any] = {"nodes": nodes, "next": {"token": record.token}}
+        step["emitted"] = len(record.emitted)
+        for name in SECONDS:
+            step[name] = getattr(record, name)
+        self._steps.append(step)
 
     def take(self, text: Callable[[int], str]) -> list[dict[str, Any]]:
         """Return the steps so far, in the form of `to_json`, and forget them.
