@@ -30,8 +30,8 @@ from quickbeam.bench.throughput import TimedRequest, figures, fitting, serve
 from quickbeam.config import LLMOptions
 from quickbeam.drafters.loading import load_drafter
 from quickbeam.engine.commit import Commit
-from quickbeam.engine.growing import DraftStep
 from quickbeam.engine.output import NullTokenizer
+from quickbeam.engine.proposing import StepProposer
 from quickbeam.models import builtin
 from quickbeam.models.base import Batch, Chain, Draft, Passed
 from quickbeam.models.families import stack_of
@@ -676,7 +676,7 @@ def host_times(llm: Any, prompt: list[int], params: SamplingParams, name: str) -
     with ExitStack() as stack:
         parts["step"] = stack.enter_context(cpu_times(llm.engine, "step"))
         parts["pass"] = stack.enter_context(cpu_times(llm.model, "forward"))
-        parts["draft"] = stack.enter_context(cpu_times(DraftStep, "grow"))
+        parts["draft"] = stack.enter_context(cpu_times(StepProposer, "propose"))
         parts["commit"] = stack.enter_context(cpu_times(Commit, "part"))
         for call in () if drafter is None else ("answer", "read"):
             parts[call] = stack.enter_context(cpu_times(drafter, call))

@@ -90,7 +90,8 @@ def decoded(llm: LLM, asked: list[list[int]], name: str, given: Namespace) -> tu
     tokens, seconds = engine.decoding_tokens, engine.decoding_seconds
     done = [one.statistics for one in llm.generate(asked, params_of(given), method=name)]
     beside = sum(one.overhead_seconds + one.draft_seconds for one in done)
-    beside -= sum(one.drafter_seconds for one in done) * engine.scheduler.most  # each has a share
+    # each has a share
+    beside -= sum(one.drafter_seconds for one in done) * engine.scheduler.max_running
     rate = (engine.decoding_tokens - tokens) / (engine.decoding_seconds - seconds)
     return rate, beside / sum(one.steps for one in done)
 
@@ -110,7 +111,7 @@ def compared(llm: LLM, curves: dict[str, list[Entry]], given: Namespace) -> Iter
     context = round(mean(map(len, asked))) + given.max_tokens // 2
     cost = llm.engine.budget.cost  # before the first run, since passes correct it
     for many in list(map(int, numbers(given.loads))) * given.rounds:
-        llm.engine.scheduler.most = many
+        llm.engine.scheduler.max_running = many
         enough = asked * -(-4 * many // len(asked))  # as many run for most of the time
         for name in ("ar", "logitspec", "auto"):
             rate, host = decoded(llm, enough, name, given)

@@ -57,19 +57,19 @@ class KnownDrafter(Drafter):
         )
 
 
-def grown(growth, answer):
-    """A growth run to its end, with `answer` as the drafter's."""
+def finish(steps, answer):
+    """The proposal of a method, run to its end, with `answer` as the drafter's."""
     answers: DraftProbs | None = None
     while True:
         try:
-            request = growth.send(answers)
+            request = steps.send(answers)
         except StopIteration as end:
             return end.value
         (answers,) = answer([request])
 
 
-def grow(policy, context, budget, max_depth, call=float("-inf")):
-    """A growth run to its end; requests whose gain is no more than `call` are refused."""
+def propose(policy, context, budget, max_depth, call=float("-inf")):
+    """The proposal of a policy; requests whose gain is no more than `call` are refused."""
     context.begin([source for source in policy.sources if source.name not in context.states])
     drafter = next((source for source in policy.sources if isinstance(source, Drafter)), None)
 
@@ -77,11 +77,11 @@ def grow(policy, context, budget, max_depth, call=float("-inf")):
         assert drafter is not None and requests[0].context is context
         return drafter.answer(requests) if requests[0].gain > call else [None]
 
-    return grown(policy.grow(context, budget, max_depth), answer)
+    return finish(policy.propose(context, budget, max_depth), answer)
 
 
 def tree_of(policy, context, budget, max_depth, call=float("-inf")):
-    return grow(policy, context, budget, max_depth, call).tree
+    return propose(policy, context, budget, max_depth, call).tree
 
 
 def tempered(probs, temperature):

@@ -152,7 +152,7 @@ class Pair:
         for length in lengths:
             text = self.begin([rng.randrange(vocab) for _ in range(length)], rng.randrange(vocab))
             for _ in range(steps):
-                tree = grown(rng, text.context.ids[-1], 7, vocab)
+                tree = random_tree(rng, text.context.ids[-1], 7, vocab)
                 for nodes in rounds(tree):
                     right = self.expected(text.context.ids, tree, nodes, 1.0)
                     probs, right = compared(text.distributions(tree, nodes), right)
@@ -231,7 +231,7 @@ def words(rng, count):
     return [rng.randrange(VOCAB) for _ in range(count)]
 
 
-def grown(rng, root, nodes, vocab=VOCAB):
+def random_tree(rng, root, nodes, vocab=VOCAB):
     tree = TokenTree(root)
     while len(tree) < nodes:
         parent, token = rng.randrange(max(0, len(tree) - 6), len(tree)), rng.randrange(vocab)
@@ -283,7 +283,7 @@ def held(drafter, expected):
     return contextlib.closing(types.SimpleNamespace(close=patch.undo))
 
 
-def growing(rng, root, alone):
+def random_requests(rng, root, alone):
     """A tree that grows at random, and what is asked for in each round: any nodes whose parents
     were. `alone`: the root by itself, and a parent in an earlier round."""
     tree, asked = TokenTree(root), list[int]()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from features import grown
+from features import random_tree
 from models import tiny
 from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.native import library
@@ -67,7 +67,7 @@ def alike(one, other, widths=(1, 2, 3, 16, 17, 40, 128)):
 
 
 def bush(width):
-    return grown(random.Random(width), 5, width)
+    return random_tree(random.Random(width), 5, width)
 
 
 def ids(count):

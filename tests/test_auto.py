@@ -6,13 +6,18 @@ from statistics import mean
 import pytest
 import torch
 
-from drafters import KnownDrafter, context_of, grow, paths, tree_of, zipf_drafter
+from drafters import KnownDrafter, context_of, paths, propose, tree_of, zipf_drafter
 from quickbeam import LLM, SamplingParams
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.methods import acceptance, make_method
-from quickbeam.methods.acceptance import AcceptanceModel, as_printed, drawn, elsewhere
+from quickbeam.methods.acceptance import (
+    AcceptanceModel,
+    drawn_features,
+    free_features,
+    printed_features,
+)
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.free import LONGEST
@@ -79,8 +84,8 @@ def test_guesses_of_the_last_logits_compete_with_the_others():
     # the root, of rank 0, is left out
     assert [first.token[child] for child in first.children[0].values()] == [28, 27, 26]
     for _ in range(3000):
-        policy.model.observe(elsewhere(acceptance.GUESSED, 1), True)
-        policy.model.observe(elsewhere(acceptance.GUESSED, 2), False)
+        policy.model.observe(free_features(acceptance.GUESSED, 1), True)
+        policy.model.observe(free_features(acceptance.GUESSED, 2), False)
     assert [tree().token[1:], tree().value[1]] == [[28], pytest.approx(0.99)]
     # the drafter is asked here, and finds another token likelier
     assert paths(tree_of(policy, Context(ids, logits), 9, 4))[0] != (28,)
@@ -100,7 +105,7 @@ def test_continuations_are_not_endless():
 
 def test_what_brings_too_little_is_not_asked_for():
     drafter = zipf_drafter()
-    policy = DySpec(drafter, as_printed)
+    policy = DySpec(drafter, printed_features)
     context, calls = costed([0], 0.02), []
     for call in (0.0, 0.05, 0.2, 0.5, 0.7):
         policy.model = AcceptanceModel()
@@ -113,7 +118,7 @@ def test_what_brings_too_little_is_not_asked_for():
     assert len(tree_of(policy, context, 64, 20, call=0.7)) > 1 and len(drafter.calls) == 1
     tree_of(policy, context_of([0], 0.0), 8, 20, call=0.7)  # without costs, the paper's own
     assert len(drafter.calls) > 1
-    policy, context = DySpec(zipf_drafter(), as_printed), context_of([0], 0.0)
+    policy, context = DySpec(zipf_drafter(), printed_features), context_of([0], 0.0)
     for _ in range(60_000):
         policy.model.observe_calls(0, 1.0)
     context.node_costs, context.explore = flat(0.02), True
@@ -126,13 +131,13 @@ def test_only_the_first_call_of_a_block_drafter_costs_anything():
     for one_call, least, most in ((False, 0.9, 1.01), (True, 2.5, 5.0)):
         drafter, context = zipf_drafter(), costed([0], 0.02)
         drafter.one_call = one_call
-        policy = DySpec(drafter, as_printed)
+        policy = DySpec(drafter, printed_features)
         sizes.append(len(tree_of(policy, context, 64, 20, call=0.3)))
         rounds.append(drafter.rounds)
         assert len(tree_of(policy, context, 64, 20, call=9.0)) == 1  # that one is too slow
         assert drafter.rounds == rounds[-1]
         for _ in range(200):
-            tree, learn = grow(policy, context, 64, 20)
+            tree, learn = propose(policy, context, 64, 20)
             learn(tree, tree.path(max(range(len(tree)), key=tree.depth.__getitem__))[:4])
         assert least < policy.model.accepted_per_asked < most
     assert 0 < rounds[0] < rounds[1] and sizes[0] < sizes[1]
@@ -150,9 +155,9 @@ def test_free_trees_hold_what_is_worth_its_cost_and_learn(name):
         sizes.append(len(tree))
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[2] > 1
     for _ in range(300):  # the text goes on differently each time
-        growth = policy.grow(context, 64, 20)
+        steps = policy.propose(context, 64, 20)
         with pytest.raises(StopIteration) as end:
-            next(growth)
+            next(steps)
         end.value.value.learn(end.value.value.tree, [0])
     assert len(end.value.value.tree) == 1
 
@@ -162,14 +167,19 @@ def test_what_is_accepted_is_learned_where_it_was_seen(rate):
     model, rng = AcceptanceModel(), random.Random(3)
     for _ in range(4000):
         accepted = rng.random() < rate
-        model.observe(drawn(1, rng.uniform(0.3, 0.6)), accepted)
-        model.observe(elsewhere(acceptance.REPEATED, 5), accepted)
-        model.observe(as_printed(0, 0.5), accepted)
+        model.observe(drawn_features(1, rng.uniform(0.3, 0.6)), accepted)
+        model.observe(free_features(acceptance.REPEATED, 5), accepted)
+        model.observe(printed_features(0, 0.5), accepted)
     near = pytest.approx(rate, abs=0.06)
-    assert mean(model.rate(drawn(1, x)) for x in (0.31, 0.45, 0.59)) == near
-    assert model.rate(elsewhere(acceptance.REPEATED, 4)) == near
-    others = drawn(0, 0.45), drawn(1, 0.2), acceptance.drafted(1, 0.45), as_printed(0, 0.5)
-    for other in (*others, elsewhere(acceptance.REPEATED, 3)):
-        assert model.rate(other) == other.usual
-    agreed = elsewhere(acceptance.REPEATED, 4).given(True)
-    assert model.rate(agreed) == agreed.usual
+    assert mean(model.rate(drawn_features(1, x)) for x in (0.31, 0.45, 0.59)) == near
+    assert model.rate(free_features(acceptance.REPEATED, 4)) == near
+    others = (
+        drawn_features(0, 0.45),
+        drawn_features(1, 0.2),
+        acceptance.drafted_features(1, 0.45),
+        printed_features(0, 0.5),
+    )
+    for other in (*others, free_features(acceptance.REPEATED, 3)):
+        assert model.rate(other) == other.prior
+    agreed = free_features(acceptance.REPEATED, 4).after_drafter(first_choice=True)
+    assert model.rate(agreed) == agreed.prior

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from features import grown
+from features import random_tree
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.cache.kv import SequenceCache
@@ -58,7 +58,7 @@ class World:
         if self.rng.random() < (0.4 if text.cache.length else 0.9):
             return Chain(text.cache, self.tokens(self.rng.choice([1, 7, 40, 90])))
         size = self.rng.choice([1, 2, 6, 18, 41])
-        return Draft(text.cache, grown(self.rng, self.below(VOCAB), size))
+        return Draft(text.cache, random_tree(self.rng, self.below(VOCAB), size))
 
     def passes(self):
         longest = (self.model.context_length or 0) - WIDEST

@@ -18,7 +18,7 @@ from transformers import (
 from answers import answer
 from cases import refuses, spread
 from drafters import DRAFTED
-from features import Pair, attended, grown, held, normed, page_size, rotated, rounds, words
+from features import Pair, attended, held, normed, page_size, random_tree, rotated, rounds, words
 from kernels import best_set, every_set, load
 from models import VOCAB, spread_out, tiny
 from quickbeam import LLM
@@ -205,7 +205,7 @@ def test_one_call_serves_many_sequences(toys, kind):
         toy.begin(words(rng, length), rng.randrange(VOCAB), rng.choice([0.0, 0.7]))
         for length in (2, 8, 16)
     ]
-    trees = [grown(rng, text.context.ids[-1], 9) for text in texts]
+    trees = [random_tree(rng, text.context.ids[-1], 9) for text in texts]
     texts[0].check(trees[0], [0])
     asked = zip(texts, trees, (range(1, 9), range(9), [0]), strict=True)
     with held(toy.drafter, toy.expected):
@@ -216,7 +216,7 @@ def test_what_another_sequence_read_is_taken_over(toys):
     toy, rng = toys["dspark"], random.Random(1)
     ids = words(rng, 41)
     text = toy.begin(ids[:-1], ids[-1])
-    hidden, tree = torch.cat(text.hidden), grown(rng, ids[-1], 8)
+    hidden, tree = torch.cat(text.hidden), random_tree(rng, ids[-1], 8)
     first, second = toy.drafter.begin(ids), toy.drafter.begin(ids)
     first.append_hidden(hidden[:30])
     toy.drafter.read([first])
@@ -239,7 +239,7 @@ def test_what_another_sequence_read_is_taken_over(toys):
 def test_scores_of_few_candidates_are_the_equations_among_them():
     toy, rng, few = Toy(KINDS["confident"], within=1.0), random.Random(2), 0
     ids = words(rng, 9)
-    text, tree = toy.begin(ids[:-1], ids[-1]), grown(rng, ids[-1], 9)
+    text, tree = toy.begin(ids[:-1], ids[-1]), random_tree(rng, ids[-1], 9)
     for nodes in rounds(tree):
         probs = toy.drafter.answer([text.request(tree, nodes)])[0]
         kept = probs.dense() > 0
@@ -259,7 +259,7 @@ def test_scores_of_few_candidates_are_the_equations_among_them():
 def test_a_shortlist_is_scored_once_a_tree(dtype):
     toy, rng = Toy(DSPARK, dtype=dtype), random.Random(2)
     ids = words(rng, 20)
-    tree, layout = grown(rng, ids[-1], 9), Layout.by_frequency(torch.arange(VOCAB), 30, VOCAB)
+    tree, layout = random_tree(rng, ids[-1], 9), Layout.by_frequency(torch.arange(VOCAB), 30, VOCAB)
     weight = toy.model.get_output_embeddings().weight.detach().to(dtype)
     both, held = list[torch.Tensor](), torch.tensor([t < 30 or t in ids for t in range(VOCAB)])
     for shortlist in (None, Shortlist(weight, layout, window=50)):
@@ -333,7 +333,7 @@ def test_answers_are_the_same_with_both_and_calls_together_with_calls_alone(isa,
     calls, alone = [], []
     for length in (3, 9, 70):
         ids = words(rng, length)
-        tree = grown(rng, ids[-1], 9)
+        tree = random_tree(rng, ids[-1], 9)
         for of in (calls, alone):
             of.append(toy.begin(ids[:-1], ids[-1]).request(tree, range(9)))
     for one, probs in zip(alone, toy.drafter.answer(calls), strict=True):

@@ -687,7 +687,7 @@ def test_fields_that_do_not_fit_are_named(tmp_path):
         ("llama", {"rope_parameters": "x"}, "can't be read"),
         ("llama", {"max_position_embeddings": "x"}, "max_position_embeddings is 'x'"),
         ("gemma3", {"hidden_size": [32]}, "can't be read"),
-        ("glm4_moe", {"n_group": 3}, "3 of 8 experts chosen in 2 of 3 groups"),
+        ("glm4_moe", {"n_group": 3}, "3 of 8 experts selected in 2 of 3 groups"),
         ("gpt2", {"n_positions": 1024}, "wpe.weight has shape"),
         ("bamba", {"mamba_d_conv": 3}, "conv1d.weight.* has shape"),
         ("qwen3_next", {"linear_num_value_heads": 6}, "has shape"),

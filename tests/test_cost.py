@@ -245,10 +245,10 @@ def test_exploring_is_bounded(call):
     budget, explored, steps = Budget(CostModel({1: 1.0, 64: 1.0})), 0, 5000
     for _ in range(steps):
         budget.begin("a method")
-        explores = [budget.explore(call) for _ in range(2)]
-        assert sum(explores) <= 1
-        explored += sum(explores)
-        budget.observe(1, 1.0, 0.0, any(explores))
+        tries = [budget.explore(call) for _ in range(2)]
+        assert sum(tries) <= 1
+        explored += sum(tries)
+        budget.observe(1, 1.0, 0.0, any(tries))
     assert 0 < explored * call <= 1.1 * budget.LOST * steps
     assert explored <= steps / budget.EXPLORE
 

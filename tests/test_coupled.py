@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from cases import few, spread
-from drafters import DRAFTED, KnownDrafter, grow, perturbed_plain
+from drafters import DRAFTED, KnownDrafter, perturbed_plain, propose
 from quickbeam.drafters.base import Context, DraftProbs
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.methods.auto import Auto
-from quickbeam.methods.children import proposals, ruled_out_below
+from quickbeam.methods.children import likeliest_children, ruled_out_below
 from quickbeam.noise import CHUNK, Noise
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
@@ -146,7 +146,7 @@ def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(name, temp
             where = Context(list(context), torch.zeros(V), temperature, noise=noise)  # noqa: B023 (called in this round only)
             if name == "auto":
                 where.states[Ngram.name] = ngram.begin(context)
-            return grow(policy, where, 8, 6).tree  # noqa: B023
+            return propose(policy, where, 8, 6).tree  # noqa: B023
 
         plain = answer(model, params, noise, 24, plainly)
         assert answer(model, params, noise, 24, drafted) == plain
@@ -156,7 +156,9 @@ def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(name, temp
 
 def perturbed(distributions, noise, positions, temperature, count, least=None, filters=None):
     context = Context([0], torch.zeros(1), temperature, noise=noise, filters=filters)
-    return proposals(context, distributions, [position - 1 for position in positions], count, least)
+    return likeliest_children(
+        context, distributions, [position - 1 for position in positions], count, least
+    )
 
 
 def test_children_are_those_of_the_whole_perturbed_distribution():

@@ -3,6 +3,7 @@ Links lead somewhere: pages, headings, pictures, files of the repository, names 
 `make test` runs them with a tiny random model; the long tests with the default one.
 """
 
+import inspect
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from quickbeam import LLM, hub
 from quickbeam.cli.app import app
 from quickbeam.methods import METHODS
 from quickbeam.models import builtin
+from quickbeam.models.families import llama
 from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
@@ -224,6 +226,7 @@ def test_what_repeats_the_code():
     assert set(re.findall(r"`(--[\w-]+)", SERVING)) <= set(defaults)
     documented = dict(re.findall(r"^\| `(--[\w-]+) (\S+)` \|", SERVING, re.MULTILINE))
     assert documented and {option: str(defaults[option]) for option in documented} == documented
+    assert inspect.getsource(llama.arcee) in read("docs/extending/architectures.md")
 
 
 def test_paths_and_metrics_are_those_of_the_server(toy_folder):

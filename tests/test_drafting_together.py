@@ -9,7 +9,7 @@ import torch
 
 from answers import answer, request, run
 from drafters import DRAFTED
-from features import Pair, context_of, grown, interrupt, rounds, words
+from features import Pair, context_of, interrupt, random_tree, rounds, words
 from kernels import SETS
 from models import VOCAB, tiny
 from quickbeam.drafters.base import DraftRequest
@@ -87,7 +87,7 @@ def test_sequences_get_the_distributions_that_they_get_alone(kind, way, take, mo
         texts = [pair.begin(words(rng, n), rng.randrange(VOCAB), *more) for n, *more in kinds]
         runs.append([])
         for _ in range(2):
-            trees = [grown(rng, text.context.ids[-1], rng.randint(1, 9)) for text in texts]
+            trees = [random_tree(rng, text.context.ids[-1], rng.randint(1, 9)) for text in texts]
             pairs = list(zip([text.context for text in texts], trees, strict=True))
             runs[-1] += run_staggered(pair.drafter, pairs, together)
             for text, tree in zip(texts, trees, strict=True):
@@ -162,7 +162,7 @@ def test_sequences_of_a_smaller_model_get_the_distributions_that_they_get_alone(
         contexts = [context_of(words(rng, n), heat).begin([drafter]) for n, heat in kinds]
         runs.append([])
         for _ in range(3):
-            trees = [grown(rng, context.ids[-1], rng.randint(1, 9)) for context in contexts]
+            trees = [random_tree(rng, context.ids[-1], rng.randint(1, 9)) for context in contexts]
             runs[-1] += run_staggered(drafter, list(zip(contexts, trees, strict=True)), together)
             for context, tree in zip(contexts, trees, strict=True):
                 path = tree.path(rng.randrange(len(tree)))
@@ -210,7 +210,7 @@ def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(kind, way, 
                 pair.drafter.read([text.state], 16)
         least, most = (1, 17) if reading else (1, 1) if asked else (110, 110)
         assert least <= text.state.waiting <= most
-        tree = grown(rng, text.context.ids[-1], 9)
+        tree = random_tree(rng, text.context.ids[-1], 9)
         runs.append([text.distributions(tree, nodes) for nodes in rounds(tree)])
         text.release()
     for asked_each_step, left_out, read_meanwhile in zip(*runs, strict=True):
@@ -237,11 +237,11 @@ def test_what_was_taken_over_is_what_would_be_computed(kind, way, take):
     for chunks, rest in ((1, 30), (2, 3), (2, 2)):
         text = [*ids[: chunks * size], *words(rng, rest)]
         others.append((first.follow(text, chunks, size), text))
-    tree, anew = grown(rng, ids[-1], 5), pair.begin(ids[:-1], ids[-1])
+    tree, anew = random_tree(rng, ids[-1], 5), pair.begin(ids[:-1], ids[-1])
     same(way, first.distributions(tree, [0]), anew.distributions(tree, [0]))
     first.release()
     for other, text in others:
-        anew, tree = pair.begin(text[:-1], text[-1]), grown(rng, text[-1], 9)
+        anew, tree = pair.begin(text[:-1], text[-1]), random_tree(rng, text[-1], 9)
         for nodes in rounds(tree):
             same(way, other.distributions(tree, nodes), anew.distributions(tree, nodes))
         for one in (other, anew):

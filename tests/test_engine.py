@@ -155,10 +155,10 @@ def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
     expected = answered(model, "logitspec", params, prompt_of(3)).output.token_ids
 
     class Raising(NoDraft):
-        def grow(self, context, budget, max_depth):
+        def propose(self, context, budget, max_depth):
             if len(context.ids) > 16:
                 raise ZeroDivisionError("in the policy")
-            return super().grow(context, budget, max_depth)
+            return super().propose(context, budget, max_depth)
 
     policy = engine.add(request(model, Raising(), params, prompt_of(2)))
     observe = raising(OSError("in the observer"))
@@ -178,7 +178,7 @@ def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
 
 
 def test_a_step_that_fails_ends_what_runs_and_keeps_what_waits(model, monkeypatch):
-    params, engine = SamplingParams(max_tokens=20, ignore_eos=True), Engine(model, most=1)
+    params, engine = SamplingParams(max_tokens=20, ignore_eos=True), Engine(model, max_running=1)
     expected = [answered(model, "ar", params, prompt_of(seed)).output.token_ids for seed in (2, 3)]
     asked = (request(model, NoDraft(), params, prompt_of(seed)) for seed in (2, 3))
     runs, waits = map(engine.add, asked)

@@ -76,7 +76,7 @@ def test_who_was_served_much_is_next_when_others_were_who_come_again_and_again()
 @pytest.mark.parametrize(("tenants", "most_steps"), [(("many", "few"), 3), (("same", "same"), 60)])
 def test_a_short_request_need_not_wait_for_anothers_many(model, tenants, most_steps):
     """The second case is the wrong version: without tenants, it waits for half of the others."""
-    engine = Engine(model, most=8, share=False)
+    engine = Engine(model, max_running=8, share=False)
     others = [add(engine, tenants[0], [3 + i, 4, 5], 60) for i in range(24)]
     for _ in range(10):
         engine.step()
@@ -91,7 +91,7 @@ def test_a_short_request_need_not_wait_for_anothers_many(model, tenants, most_st
 
 
 def test_a_long_request_does_not_take_the_kept_place(model):
-    engine = Engine(model, most=8, share=False)
+    engine = Engine(model, max_running=8, share=False)
     for i in range(20):
         add(engine, "many", [3 + i, 4, 5], 30)
     engine.step()
@@ -132,7 +132,7 @@ def test_a_tenant_leaves_a_part_of_the_places_and_of_the_queue(model):
     gate.enter(1, 1, "many")
     assert gate.inside == 17
     for tenant, most, used in (("a", 8, 7), ("a", 4, 4), (None, 8, 8)):
-        engine = Engine(model, most=most, share=False)
+        engine = Engine(model, max_running=most, share=False)
         for i in range(20):
             add(engine, tenant, [3 + i, 4, 5], 30)
         for _ in range(5):

@@ -247,6 +247,9 @@ def test_what_a_family_does_not_know_is_named():
     plain = made("phi")
     plain.config.qk_layernorm = True
     refuses("qk_layernorm", describe, plain, error=NotDescribed)
+    plain = made("cohere")
+    plain.config.layer_norm_eps = None
+    refuses("its configuration can't be read .*float", describe, plain)
 
 
 @functools.cache

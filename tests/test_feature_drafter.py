@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import before, examples, refuses
-from features import KINDS, RANDOM, WIDE, Pair, growing, head_of, page_size, words
+from features import KINDS, RANDOM, WIDE, Pair, head_of, page_size, random_requests, words
 from models import VOCAB, tiny
 from quickbeam.drafters import feature
 from quickbeam.drafters.eagle import eagle_drafter
@@ -31,7 +31,7 @@ def test_distributions_are_those_of_the_equations(pairs, kind, rng, temperature)
     ids = words(rng, rng.randint(2, 20))
     text = pairs[kind].begin(ids[:-1], ids[-1], temperature)
     for _ in range(5):
-        for tree, ready in growing(rng, text.context.ids[-1], alone=True):
+        for tree, ready in random_requests(rng, text.context.ids[-1], alone=True):
             if ready:
                 text.check(tree, ready)
         path = tree.path(rng.randrange(len(tree)))

@@ -367,8 +367,8 @@ def test_tensors_that_do_not_fit_are_refused(architecture, at, kind, shape, tmp_
     file = write(tmp_path / "tiny.gguf", architecture, model_of(architecture))
 
     def change(self):
-        placed = self._parts[at]._placed(at, kind, shape, self.tensors[at].offset)
-        self.tensors[at] = placed
+        located = self._parts[at]._located(at, kind, shape, self.tensors[at].offset)
+        self.tensors[at] = located
 
     read(change)
     with pytest.raises(ValueError):

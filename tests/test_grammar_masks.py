@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cases import few, refuses
-from drafters import DRAFTED, KnownDrafter, grown
+from drafters import DRAFTED, KnownDrafter, finish
 from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
@@ -225,10 +225,10 @@ def residual_p(name, wrong=False, count=1500, length=3):
     drafter, generator = KnownDrafter(model.draft), torch.Generator().manual_seed(3)
     policy = DRAFTED[name](drafter)
 
-    def grow(context, rng):
+    def make_tree(context, rng):
         sampler = sampler_of(params, context)
         where = Context(list(context), torch.zeros(V), 1.0, generator, grammar=sampler.grammar)
-        tree = grown(constrained(policy.grow(where, 6, 4), where, 6, 4), drafter.answer).tree
+        tree = finish(constrained(policy.propose(where, 6, 4), where, 6, 4), drafter.answer).tree
         for node in range(1, len(tree)):
             if wrong and tree.probs[node] is not None:
                 tree.probs[node] = model.draft([*context, *path_tokens(tree, tree.parent[node])])
@@ -239,7 +239,7 @@ def residual_p(name, wrong=False, count=1500, length=3):
 
     known = cache(lambda *context: probs(context))
     given = dict(count=count, length=length, probs=lambda context: known(*context))
-    counts = samples(model, grow, **given)
+    counts = samples(model, make_tree, **given)
     return chi_square(counts, exact_probs(probs_of(model, params), V, length))
 
 
@@ -255,8 +255,8 @@ def test_a_drafters_distribution_before_the_mask_is_found_out():
 def draft(policy, pattern, text, budget, temperature=0.0, depth=9):
     mask = masks(pattern, V - 1, ids(text))
     context = Context([0, *ids(text)], torch.zeros(V), temperature, grammar=mask)
-    growth = policy.grow(context.begin(policy.sources), budget, depth)
-    return grown(constrained(growth, context, budget, depth), policy.sources[0].answer)
+    steps = policy.propose(context.begin(policy.sources), budget, depth)
+    return finish(constrained(steps, context, budget, depth), policy.sources[0].answer)
 
 
 def known():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from answers import answer
 from cases import before, examples, raising, refuses
-from features import RANDOM, context_of, growing, interrupt
+from features import RANDOM, context_of, interrupt, random_requests
 from models import VOCAB, path_logits, tiny
 from quickbeam import LLM
 from quickbeam.drafters.base import DraftRequest
@@ -82,7 +82,7 @@ def test_distributions_are_those_of_a_plain_run_of_every_path(pairs, name, rng, 
     pages = drafter.model.pool.used
     context = begin(drafter, [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))], temperature)
     for _ in range(5):
-        for tree, ready in growing(rng, context.ids[-1], alone=False):
+        for tree, ready in random_requests(rng, context.ids[-1], alone=False):
             if ready:
                 check(distributions_of(drafter, context, tree, ready), model, context, tree, ready)
         path = tree.path(rng.randrange(len(tree)))

@@ -119,7 +119,7 @@ def play(world, seed, requests=10):
     """Random requests come and go: each answer is the one given alone, all is given back."""
     rng = random.Random(seed)
     beginnings = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (30, 70, 140)]
-    sizes = dict(most=rng.choice((1, 2, 3, 8)), pages=rng.choice((None, 6, 9, 14)))
+    sizes = dict(max_running=rng.choice((1, 2, 3, 8)), pages=rng.choice((None, 6, 9, 14)))
     engine = world.engine(**sizes, share=rng.random() < 0.8)
     policies = world.policies()
     open_ones, every, left = [], [], set()
@@ -256,7 +256,7 @@ def test_a_prompt_that_is_known_to_its_end_is_answered(world, way):
 @pytest.mark.parametrize("pages", (None, 7))
 def test_who_leaves_while_waiting_changes_no_order(world, pages):
     here = world("llama", "native")
-    engine = here.engine(most=3, share=pages is not None, pages=pages)
+    engine = here.engine(max_running=3, share=pages is not None, pages=pages)
     rng = random.Random(0)
     before = here.model.pool.used
     prompts = [tuple(3 + (i * 7 + k) % 90 for k in range(60)) for i in range(24)]

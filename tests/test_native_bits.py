@@ -8,7 +8,7 @@ import torch
 
 import reference
 from cases import few, spread
-from features import grown
+from features import random_tree
 from kernels import SETS, best_set, dependent_rows, every_set, linear, load, number, read
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.native import library
@@ -171,7 +171,7 @@ def test_a_model_does_not_depend_on_threads(isa, native, threads):
     native(isa)
     ids, results = text(100), []
     target = Target(tiny("llama", torch.bfloat16, wide=True))
-    tree = grown(random.Random(0), ids[90], 40)
+    tree = random_tree(random.Random(0), ids[90], 40)
     for count in (1, 2, 3):
         threads(count)
         target.reset()

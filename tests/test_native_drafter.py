@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import quantised
 import reference
 from cases import examples
-from features import KINDS, RANDOM, WIDE, Pair, grown, head_of, rounds
+from features import KINDS, RANDOM, WIDE, Pair, head_of, random_tree, rounds
 from kernels import SETS, best_set, every_set, load, number
 from models import VOCAB, table, tiny
 from quickbeam.drafters.eagle import eagle_drafter
@@ -61,7 +61,7 @@ def test_a_probs_does_not_depend_on_the_nodes_asked_for_beside_it(isa, kind, nat
     native(isa)
     pair, rng = Pair(kind, torch.bfloat16), random.Random(0)
     ids = [rng.randrange(VOCAB) for _ in range(70)]
-    text, tree = pair.begin(ids[:-1], ids[-1]), grown(rng, ids[-1], 30)
+    text, tree = pair.begin(ids[:-1], ids[-1]), random_tree(rng, ids[-1], 30)
 
     def distributions_of(calls, asked):
         """Each in a tree of its own, as a node is asked for once in a tree."""
@@ -90,7 +90,7 @@ def test_chunks_of_the_certain_text_give_the_same_distributions(isa, native, mon
     ids = [random.Random(1).randrange(VOCAB) for _ in range(150)]
     for chunk in (512, 64, 7):
         monkeypatch.setattr("quickbeam.drafters.feature.CHUNK", chunk)
-        text, tree = pair.begin(ids[:-1], ids[-1]), grown(random.Random(2), ids[-1], 9)
+        text, tree = pair.begin(ids[:-1], ids[-1]), random_tree(random.Random(2), ids[-1], 9)
         distributions.append(torch.cat([text.distributions(tree, nodes) for nodes in rounds(tree)]))
     assert all(torch.equal(distributions[0], one) for one in distributions[1:])
 

@@ -137,7 +137,7 @@ def test_what_pays_goes_on(monkeypatch, call, right):
 
 
 def test_steps_of_plain_decoding_look_for_no_candidates(monkeypatch):
-    monkeypatch.setattr(Auto, "grow", lambda *_: pytest.fail("it looked for candidates"))
+    monkeypatch.setattr(Auto, "propose", lambda *_: pytest.fail("it looked for candidates"))
     _, drafter = simulated(monkeypatch, 0.1, 0.9, PLAIN)
     assert not drafter.tokens_read
 

@@ -1,5 +1,5 @@
 """A toy target and drafter with known distributions, and the means to hold sampled output against
-the exact one: of a tree policy, `chi_square(samples(model, grow, …), exact_probs(model))`
+the exact one: of a tree policy, `chi_square(samples(model, make_tree, …), exact_probs(model))`
 must not be tiny."""
 
 import itertools
@@ -81,7 +81,7 @@ def random_tree(model, context, rng, budget=12, certain=0.35, prune=0.0):
     return tree
 
 
-def samples(model, grow, verify=verify_residual, count=5000, length=3, seed=0, probs=None):
+def samples(model, make_tree, verify=verify_residual, count=5000, length=3, seed=0, probs=None):
     """First tokens of `count` answers to [0]. `probs`: the target's (the model's own)."""
     target = probs or model.target
     rng = random.Random(seed)
@@ -90,7 +90,7 @@ def samples(model, grow, verify=verify_residual, count=5000, length=3, seed=0, p
     for _ in range(count):
         context = [0]
         while len(context) <= length:
-            tree = grow(context, rng)
+            tree = make_tree(context, rng)
             of = lambda node: target([*context, *path_tokens(tree, node)])  # noqa: B023, E731
             verdict = verify(tree, of, generator)
             context += [*path_tokens(tree, verdict.path[-1]), verdict.token]

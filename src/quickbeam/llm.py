@@ -180,7 +180,7 @@ class LLM:
         )
         self.engine = Engine(
             self.model,
-            most=options.max_running,
+            max_running=options.max_running,
             share=options.share_prefixes,
             memory=answers,
         )

@@ -79,7 +79,7 @@ def uniform(high: Array, low: Array) -> Array:
 
 Peaks = tuple[Array, Array]  # the largest number of each chunk, and the token that has it
 # of a row to perturb: its position, and the least probability of a token before and after
-NoisePlace = tuple[int, float, float]
+NoisePosition = tuple[int, float, float]
 Row = tuple[list[int], list[float]]  # tokens, and their perturbed probabilities
 # `perturb` first estimates the largest perturbed probability of a row. It leaves out tokens that
 # can't exceed this share of it, or where a quarter of the row's least probability after is more,
@@ -113,7 +113,7 @@ class Noise:
         self.choice = choice
         self.vocab = vocab
         self.key = (self.seed & 0xFFFFFFFF, self.seed >> 32)
-        self._places: OrderedDict[int, Peaks] = OrderedDict()
+        self._peaks_at: OrderedDict[int, Peaks] = OrderedDict()
 
     def peaks(self, position: int) -> Peaks:
         """Return each chunk's largest number `[chunks]` at a position, and its token `[chunks]`.
@@ -121,11 +121,11 @@ class Noise:
         In the last chunk that token may lie beyond the vocabulary. Positions count prompt and
         answer from 0.
         """
-        if position not in self._places:
-            self._places[position] = self._find_peaks(position)
-            while len(self._places) > KEPT:
-                self._places.popitem(last=False)
-        return self._places[position]
+        if position not in self._peaks_at:
+            self._peaks_at[position] = self._find_peaks(position)
+            while len(self._peaks_at) > KEPT:
+                self._peaks_at.popitem(last=False)
+        return self._peaks_at[position]
 
     def _find_peaks(self, position: int) -> Peaks:
         chunks = np.arange(-(-self.vocab // CHUNK), dtype=np.uint64)
@@ -179,7 +179,7 @@ class Noise:
         self,
         rows: ArrayLike,
         tokens: ArrayLike | None,
-        places: Sequence[NoisePlace],
+        noise_positions: Sequence[NoisePosition],
         temperature: float,
         most: int,
     ) -> list[Row]:
@@ -188,7 +188,7 @@ class Noise:
         `rows` is `[m, s]` probabilities (float32). Column i of a row gets probability *
         exp(temperature * number), and the results are normalised. At most `most` tokens come back,
         each with its result, the largest first. `tokens` `[s]` names the token of each column; None
-        means that column i is token i. `places`: one for each row.
+        means that column i is token i. `noise_positions`: one for each row.
 
         Tokens far less likely than the likeliest are left out without computing their numbers. The
         normalising sum counts them as if their number was 0.
@@ -197,7 +197,7 @@ class Noise:
         if tokens is not None:
             tokens = np.asarray(tokens)
         candidates = list[Array]()  # columns of each row
-        for q, (position, least, least_after) in zip(rows, places, strict=True):
+        for q, (position, least, least_after) in zip(rows, noise_positions, strict=True):
             peaks, owners = self.peaks(position)
             # no token's number is larger than the largest of its chunk
             factors = np.exp(temperature * peaks).astype(np.float32)
@@ -212,11 +212,11 @@ class Noise:
             candidates.append(((bounds > threshold) & (q >= least)).nonzero()[0])
         sizes = [len(columns) for columns in candidates]
         every = np.concatenate(candidates)
-        positions = np.repeat(np.array([position for position, *_ in places]), sizes)
+        positions = np.repeat(np.array([position for position, *_ in noise_positions]), sizes)
         gumbels = self.of(every if tokens is None else tokens[every], positions)
         perturbed = list[Row]()
         first = 0
-        for q, columns, (_, _, least_after) in zip(rows, candidates, places, strict=True):
+        for q, columns, (_, _, least_after) in zip(rows, candidates, noise_positions, strict=True):
             row_gumbels = gumbels[first : first + len(columns)]
             first += len(columns)
             probs = q[columns] * np.exp(temperature * row_gumbels)
@@ -229,7 +229,7 @@ class Noise:
 
     def forget(self) -> None:
         """Forget the cached peaks. Each of them can be computed again."""
-        self._places.clear()
+        self._peaks_at.clear()
 
     def words(self, first: Array, positions: Array, purpose: int) -> Array:
         """Return random words `[4, n]` for chunks or tokens `first` `[n]` at `positions` `[n]`.

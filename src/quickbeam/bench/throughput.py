@@ -154,7 +154,7 @@ def serve(
     """Answer all requests, `load` of them at a time. Raises what an answer raises."""
     llm.reset()
     engine = llm.engine
-    engine.scheduler.most = load
+    engine.scheduler.max_running = load
     run = Run(load, item.name)
     waiting = deque(asked)
     running = set[BenchClient]()

@@ -37,7 +37,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
 from quickbeam.models.compile.compiled_stack import NativeLinear
 from quickbeam.models.families.gemma import gemma4
-from quickbeam.models.families.reading import Config, tensors
+from quickbeam.models.families.reading import Config, linear
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.quantised import FLOAT32
@@ -213,7 +213,7 @@ def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
             embedding=EMBEDDING,
             scale=embed_scale(model.embedding),
             head=NO_HEAD,
-            hidden_input=HiddenInput(assistant.backbone_hidden_size, join=tensors(JOIN)),
+            hidden_input=HiddenInput(assistant.backbone_hidden_size, join=linear(JOIN)),
         )
         for attention in stack.attentions:
             heads, shape = attention.heads, model.pool.shapes[attention.source or 0]

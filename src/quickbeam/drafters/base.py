@@ -35,8 +35,8 @@ class Context:
     - `temperature`: the request's; 0 is greedy.
     - `generator`: draws children, on the CPU, where drafts may not look at the noise.
     - `states`: what each source keeps of this sequence, by the source's name.
-    - `node_costs`: where the budget is measured (see `Method.priced`), entry n is the cost in
-      tokens of one more node in a tree of n nodes. Entries never fall.
+    - `node_costs`: where the budget is measured (see `Method.uses_cost_model`), entry n is the cost
+      in tokens of one more node in a tree of n nodes. Entries never fall.
     - `explore`: whether to make the drafter's first call in any case, to see what it brings.
     - `noise`: the noise that the answer is drawn with, where drafts may look at it (`noise.py`).
     - `filters`: the request's sampling parameters, where they rule out unlikely tokens.
@@ -61,7 +61,7 @@ class Context:
     tenant: Hashable = None
 
     @property
-    def draws(self) -> bool:
+    def samples_children(self) -> bool:
         """Whether children may be drawn from a drafter's distribution, under the residual rule."""
         return self.temperature > 0 and self.noise is None
 
@@ -71,7 +71,7 @@ class Context:
 
         Else the noise, if there is any, applies that (`methods/children.py`).
         """
-        return self.temperature if self.draws else 1.0
+        return self.temperature if self.samples_children else 1.0
 
     def node_cost(self, nodes: int) -> float:
         """Return the cost in tokens of one more node in a tree of `nodes` nodes; 0 if unmeasured.

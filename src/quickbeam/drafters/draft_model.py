@@ -15,7 +15,7 @@ from quickbeam.models.base import Batch, Chain, Model, Part, inference
 from quickbeam.models.cache.kv import Pool
 
 # If about this many committed tokens are unread, they are read as a prompt is: without logits for
-# each of them. The engine lets drafters catch up from this many on (`growing.CATCH_UP`).
+# each of them. The engine lets drafters catch up from this many on (`proposing.CATCH_UP`).
 GAP = 32
 
 

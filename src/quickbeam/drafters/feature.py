@@ -217,7 +217,7 @@ def choose_scorers(requests: Sequence[DraftRequest]) -> None:
     """
 
     def common(request: DraftRequest) -> ShortlistState | None:
-        shortlist = None if request.context.draws else request.state.shortlist
+        shortlist = None if request.context.samples_children else request.state.shortlist
         return None if shortlist is None else shortlist.shared.common
 
     counts = Counter(map(common, requests))

@@ -24,7 +24,7 @@ from quickbeam.models.base import Model
 from quickbeam.models.compile.compiled_stack import kv_shapes
 from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families import FAMILIES
-from quickbeam.models.families.reading import Config, tensors
+from quickbeam.models.families.reading import Config, linear
 from quickbeam.models.native import library
 from quickbeam.models.native.pages import PagePool
 from quickbeam.models.stack import NO_HEAD, HiddenInput, Norm, Stack
@@ -80,7 +80,7 @@ def joined(stack: Stack, layout: MtpLayout, width: int) -> Stack:
         token_norm=norm_of(stack, layout.token_norm),
         state_norm=norm_of(stack, layout.hidden_norm),
         state_first=layout.hidden_first,
-        join=tensors(layout.fc),
+        join=linear(layout.fc),
     )
     return replace(stack, norm=norm_of(stack, layout.norm), head=NO_HEAD, hidden_input=hidden_input)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quickbeam.drafters.folder import rope_parameters
-from quickbeam.models.families.reading import tensors
+from quickbeam.models.families.reading import linear
 from quickbeam.models.native.quantised import Weight
 from quickbeam.models.stack import Attention, Linear, Norm, Rotary, Stack
 from quickbeam.models.torch.network import LayerStack
@@ -46,7 +46,7 @@ class StackBuilder:
             self.weight(f"{name}.weight", outputs, inputs)
             if bias:
                 self.weight(f"{name}.bias", outputs)
-        return tensors(*(name for name, _ in modules), bias=bias)
+        return linear(*(name for name, _ in modules), bias=bias)
 
     def norm(self, name: str, size: int) -> Norm:
         """Return an RMS norm."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quickbeam.engine.growing import TreeDraft, fail
 from quickbeam.engine.prefix_cache import PrefixCache
+from quickbeam.engine.proposing import SequenceProposal, fail
 from quickbeam.engine.result import Statistics
 from quickbeam.engine.scheduler import ScheduledPart
 from quickbeam.engine.sequence import SequenceState
@@ -30,7 +30,7 @@ def accept(
     generator: torch.Generator,
     position: int,
 ) -> Verdict:
-    """Choose a path of the tree losslessly (`verify.py`), by the `noise` of its places.
+    """Choose a path of the tree losslessly (`verify.py`), by the `noise` of its positions.
 
     Without noise the residual rule draws with `generator`, unless the answer is greedy. `position`
     is that of the token after the root. Only nodes that are visited get distributions.
@@ -86,11 +86,11 @@ class Commit:
         An error ends this sequence alone.
         """
         try:
-            if one.growing is None:
+            if one.proposal is None:
                 self._text(one, passed)
                 return 0
             assert isinstance(one.part, Draft)
-            return self._tree(one.sequence, one.growing, one.part.tree, passed)
+            return self._tree(one.sequence, one.proposal, one.part.tree, passed)
         except Exception as error:
             fail(one.sequence, error)
             return 0
@@ -111,12 +111,12 @@ class Commit:
         sequence.extend([token], logits)
 
     def _tree(
-        self, sequence: SequenceState, growing: TreeDraft, tree: TokenTree, passed: Passed
+        self, sequence: SequenceState, proposal: SequenceProposal, tree: TokenTree, passed: Passed
     ) -> int:
         """Accept a path of a tree, commit it and emit its tokens. Returns how many."""
         path, token = self._accept(sequence, tree, passed)
-        assert growing.grown is not None
-        growing.grown.learn(tree, path)
+        assert proposal.result is not None
+        proposal.result.learn(tree, path)
         if sequence.drafter is not None:
             sequence.drafter.learn(sequence.context, tree, passed.logits)
         self._rows(sequence, path, passed)
@@ -124,20 +124,24 @@ class Commit:
         emitted = sequence.emit(tokens, lambda i: passed.logits[path[i]])
         sequence.extend(tokens, passed.logits[path[-1]])
         sequence.nodes = len(tree)
-        self._count(sequence.statistics, growing, tree, path[1 : len(emitted) + 1])
+        self._count(sequence.statistics, proposal, tree, path[1 : len(emitted) + 1])
         if (observer := sequence.request.observer) is not None:
             times = self.drafting, self.verifying, time.perf_counter() - self.began
             observer(StepRecord(tree, path, token, emitted, *times))
         return len(tokens)
 
     def _count(
-        self, stats: Statistics, growing: TreeDraft, tree: TokenTree, accepted: Sequence[int]
+        self,
+        stats: Statistics,
+        proposal: SequenceProposal,
+        tree: TokenTree,
+        accepted: Sequence[int],
     ) -> None:
         stats.steps += 1
         stats.nodes += len(tree)
         stats.draft_seconds += self.drafting
-        stats.drafter_calls += growing.calls
-        stats.drafter_seconds += growing.seconds
+        stats.drafter_calls += proposal.calls
+        stats.drafter_seconds += proposal.seconds
         stats.verify_seconds += self.verifying
         for name in tree.source[1:]:
             stats.sources[name].drafted += 1

@@ -1,6 +1,6 @@
 """The engine: it answers all running sequences, step by step.
 
-In a step the trees grow side by side, one pass verifies them all, and each accepted path is kept.
+In a step all trees are proposed side by side, one pass verifies them, and accepted paths are kept.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.budget import ASKED, MAX_NODES, MAX_NODES_SLOW, Budget
 from quickbeam.engine.commit import Commit
-from quickbeam.engine.growing import DraftStep, each_alone, fail, read_ahead
 from quickbeam.engine.measuring import measure
 from quickbeam.engine.prefix_cache import PrefixCache
+from quickbeam.engine.proposing import StepProposer, each_alone, fail, read_ahead
 from quickbeam.engine.scheduler import ScheduledPart, Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.errors import InvalidInput
@@ -27,7 +27,7 @@ from quickbeam.models.native.noise import NativeNoise
 from quickbeam.models.native.pages import PagePool
 from quickbeam.noise import Noise
 
-MOST_ACTIVE = 32  # the most sequences side by side, by default
+MAX_RUNNING = 32  # the most sequences side by side, by default
 MAX_UNREAD_HIDDEN = 1024  # hidden states that may wait for a drafter that is not asked
 
 
@@ -37,7 +37,7 @@ class Engine:
     Call `add` for a request, then `step` until it is over, or `cancel` it. All calls but
     `new_sequence` must come from one thread, which `EngineThread` has for many clients.
 
-    - `most`: how many sequences run side by side; the others wait.
+    - `max_running`: how many sequences run side by side; the others wait.
     - `pages`: pages of keys and values, None for any number.
     - `share`: whether texts that begin alike share their beginning.
     - `memory`: what finished texts are kept in, for other answers to draft from; None for none.
@@ -50,7 +50,7 @@ class Engine:
         self,
         model: Model,
         *,
-        most: int = MOST_ACTIVE,
+        max_running: int = MAX_RUNNING,
         pages: int | None = None,
         share: bool = True,
         memory: AnswerMemory | None = None,
@@ -62,7 +62,7 @@ class Engine:
         kernels = pool.kernels if isinstance(pool, PagePool) else cached_kernels()
         self._noise = Noise if kernels is None else partial(NativeNoise, kernels)
         self.prefixes = PrefixCache(model.granularity if share else None, model.pool)
-        self.scheduler = Scheduler(model, self.prefixes, most)
+        self.scheduler = Scheduler(model, self.prefixes, max_running)
         model.pool.limit = pages
         model.pool.evict = self.prefixes.evict
         self._budget, self._memory = budget, memory
@@ -196,10 +196,10 @@ class Engine:
         reading = self.scheduler.to_read()
         prompts = sum(one.part.rows for one in reading)
         # draft
-        drafting = DraftStep(self.model, lambda: self.budget, running, prompts)
-        growing = drafting.grow()
+        proposer = StepProposer(self.model, lambda: self.budget, running, prompts)
+        proposals = proposer.propose()
         self._release_finished()  # those that failed: before anyone is preempted for their pages
-        scheduled = [ScheduledPart(one.sequence, one.part, one) for one in growing]
+        scheduled = [ScheduledPart(one.sequence, one.part, one) for one in proposals]
         drafted = time.perf_counter()
         # verify
         scheduled = self.scheduler.with_room(scheduled + reading)
@@ -218,7 +218,7 @@ class Engine:
         if not prompts:
             self.decoding_seconds += seconds
             self.decoding_tokens += emitted
-            drafting.observe(emitted, seconds)
+            proposer.observe(emitted, seconds)
         self._release_finished()
 
     def _release_finished(self) -> None:
@@ -253,7 +253,8 @@ class Engine:
         the hidden states are kept, in case one is later on.
         """
         request = sequence.request
-        if request.budget is not None or not sequence.policy.priced or self._budget is None:
+        fixed = request.budget is not None or not sequence.policy.uses_cost_model
+        if fixed or self._budget is None:
             return True
         if sequence.drafter is not None and sequence.drafter.skips:
             return False  # it reads the end of the prompt once a call is expected to pay
@@ -271,26 +272,26 @@ class Engine:
             state, drafter = sequence.draft_state, sequence.drafter
             try:
                 if state is not None and drafter is not None:
-                    along = one.growing is None and self._reads_along(sequence)
+                    along = one.proposal is None and self._reads_along(sequence)
                     least = 1 if along else MAX_UNREAD_HIDDEN
                     if state.waiting >= least and (along or drafter.needs_hidden):
                         read_ahead(drafter, [sequence], least, sequence.read)
             except Exception as error:
                 fail(sequence, error)
                 continue
-            if one.growing is None:
+            if one.proposal is None:
                 self.prefixes.remember(sequence, sequence.read)
 
     def _record_times(
         self, scheduled: Sequence[ScheduledPart], seconds: float, verifying: float
     ) -> None:
         for one in scheduled:
-            if one.growing is None:
+            if one.proposal is None:
                 one.sequence.statistics.prefill_seconds += seconds
             else:
                 one.sequence.statistics.seconds += seconds
                 one.sequence.statistics.experts += self.model.experts_read
-        trees = [one for one in scheduled if one.growing is not None]
+        trees = [one for one in scheduled if one.proposal is not None]
         if self._budget is None or not trees:
             return
         cost = self._budget.cost

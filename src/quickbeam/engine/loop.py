@@ -196,7 +196,7 @@ class EngineThread:
         return self._loop.error is None
 
     @property
-    def silence(self) -> float:
+    def seconds_since_step(self) -> float:
         """Seconds since the thread began its latest step; 0 while there is nothing to do."""
         began = self._loop.began
         return 0.0 if began is None else time.monotonic() - began

@@ -8,8 +8,8 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
-from quickbeam.engine.growing import TreeDraft, fail
 from quickbeam.engine.prefix_cache import PrefixCache
+from quickbeam.engine.proposing import SequenceProposal, fail
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.models.base import Chain, Draft, Model, Part
 from quickbeam.models.cache.kv import OutOfPages
@@ -23,12 +23,12 @@ MOST_TENANTS = 4096  # so many are remembered that don't wait
 class ScheduledPart(NamedTuple):
     """A sequence with its part of the next pass.
 
-    `growing` is its draft tree; None for a text that is read.
+    `proposal` is its draft tree; None for a text that is read.
     """
 
     sequence: SequenceState
     part: Part
-    growing: TreeDraft | None = None
+    proposal: SequenceProposal | None = None
 
 
 _arrival = attrgetter("arrival")
@@ -95,14 +95,15 @@ class FairQueue:
 class Scheduler:
     """`waiting` sequences, and `active` ones in order of arrival.
 
-    At most `most` are active, which are read or run. A sequence is admitted when there is room for
-    its text, and never before one whose turn it is. Where there are `MANY_PLACES`, a tenant's leave
-    the last one free for a short one of another. If memory runs short later, the active sequence
-    that came last is preempted: its text stays, its keys and values are computed anew.
+    At most `max_running` are active: their texts are read, or they run. A sequence is admitted when
+    there is room for its text, and never before one whose turn it is. Where there are
+    `MANY_PLACES`, sequences of one tenant leave the last place free for a short one of another. If
+    memory runs short later, the active sequence that came last is preempted: its text stays, its
+    keys and values are computed again.
     """
 
-    def __init__(self, model: Model, prefixes: PrefixCache, most: int) -> None:
-        self.model, self.prefixes, self.most = model, prefixes, most
+    def __init__(self, model: Model, prefixes: PrefixCache, max_running: int) -> None:
+        self.model, self.prefixes, self.max_running = model, prefixes, max_running
         self.pool = model.pool
         self.waiting = FairQueue()
         self.active: list[SequenceState] = []
@@ -132,11 +133,11 @@ class Scheduler:
                 sequence.end("error", error)
 
     def _next(self) -> SequenceState | None:
-        free = self.most - len(self.active)
+        free = self.max_running - len(self.active)
         if free <= 0 or not self.waiting:
             return None
         heads = self.waiting.heads()
-        if free > 1 or self.most < MANY_PLACES or heads[0].request.tenant is None:
+        if free > 1 or self.max_running < MANY_PLACES or heads[0].request.tenant is None:
             return heads[0]
         served = {one.request.tenant for one in self.active}
         short = (one for one in heads if one.cost <= SHORT)

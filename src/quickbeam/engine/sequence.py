@@ -76,8 +76,8 @@ class SequenceState:
     `output.finish_reason` then says why, or `error` holds what went wrong. `context` has sources'
     states only while it is active. If it is preempted, `ids`, `output` and the generators survive.
 
-    The request's seed, or one that is drawn, makes the noise of its places. For the residual rule
-    it makes two generators: for what is emitted, and for what is drawn while drafting.
+    The request's seed, or one that is drawn, makes the noise of its positions. For the residual
+    rule it makes two generators: for what is emitted, and for what is drawn while drafting.
     """
 
     def __init__(self, request: Request, noise: Callable[[int, int, int], Noise] = Noise) -> None:

@@ -1,5 +1,6 @@
-"""The table of methods: for each, what grows its trees, its sources and its budget. What each does
-is in `docs/guides/methods.md`.
+"""The table of methods: for each, what proposes its trees, its sources and its budget.
+
+What each method does is in `docs/guides/methods.md`.
 
 Importing it takes no torch: a method's module is imported when the method is made.
 """
@@ -60,8 +61,8 @@ METHODS = {
     "dyspec": Preset("dyspec.DySpec", (DRAFTER,), 16),
     "dyspec-printed": Preset("dyspec.printed", (DRAFTER,), 16),
     "dyspec-threshold": Preset("dyspec.Threshold", (DRAFTER,), 16),
-    # 5 drafted tokens, as is usual. Each costs a call of the drafter, and at an acceptance rate of
-    # 0.6 the fifth is reached only 1 time in 10.
+    # 5 drafted tokens, as in other engines. Each costs a call of the drafter, and at an acceptance
+    # rate of 0.6 the fifth is reached only 1 time in 10.
     "chain": Preset("specinfer.chain", (DRAFTER,), 6),
     "specinfer": Preset("specinfer.SpecInfer", (DRAFTER,), 16),
     "sequoia": Preset("sequoia.Sequoia", (DRAFTER,), 16),
@@ -76,11 +77,11 @@ METHODS = {
 }
 
 
-def check_method(method: str, known: Collection[str] = METHODS.keys()) -> None:
-    """Raise `InvalidInput` for a name that is none of the `known` methods."""
-    if method not in known:
-        hint = did_you_mean(method, known)
-        raise InvalidInput(f"unknown method {method!r}; known: {', '.join(known)}{hint}")
+def check_method(method: str, names: Collection[str] = METHODS.keys()) -> None:
+    """Raise `InvalidInput` for a name that is none of `names`."""
+    if method not in names:
+        hint = did_you_mean(method, names)
+        raise InvalidInput(f"unknown method {method!r}; known: {', '.join(names)}{hint}")
 
 
 def preset(method: str) -> Preset:
@@ -96,13 +97,13 @@ def stand_in(method: str, drafter: bool) -> str:
     """
     if drafter:
         return method
-    chosen = preset(method)
-    if chosen.without is None and DRAFTER in chosen.sources:
+    needed = preset(method)
+    if needed.without is None and DRAFTER in needed.sources:
         raise InvalidInput(
             f"method {method!r} drafts with a model: name a smaller model, or a feature or block "
             "drafter, with --drafter (in Python: drafter=…)"
         )
-    return chosen.without or method
+    return needed.without or method
 
 
 def make_method(name: str, drafter: Drafter | None = None) -> Method:
@@ -114,7 +115,7 @@ def make_method(name: str, drafter: Drafter | None = None) -> Method:
     from quickbeam.drafters.ngram import Answers, Ngram
     from quickbeam.drafters.recycling import TokenRecycling
 
-    chosen = preset(stand_in(name, drafter is not None))
+    method_preset = preset(stand_in(name, drafter is not None))
     sources = {
         DRAFTER: drafter,
         NGRAM: Ngram(),
@@ -122,9 +123,9 @@ def make_method(name: str, drafter: Drafter | None = None) -> Method:
         ANSWERS: Answers(),
         RECYCLING: TokenRecycling(),  # what it learns is the method's, as its rates are
     }
-    module, maker = chosen.maker.split(".")
+    module, maker = method_preset.maker.split(".")
     make = getattr(import_module(f"quickbeam.methods.{module}"), maker)
-    method: Method = make(*(sources[source] for source in chosen.sources))
+    method: Method = make(*(sources[source] for source in method_preset.sources))
     return method
 
 
@@ -133,8 +134,8 @@ def check_options(options: LLMOptions) -> None:
 
     It looks at names and files alone, before PyTorch is imported or anything is loaded.
     """
-    drafts = (options.drafter or shipped_drafter(options.source)) is not None
-    method = stand_in(options.method, drafts)
+    has_drafter = (options.drafter or shipped_drafter(options.source)) is not None
+    method = stand_in(options.method, has_drafter)
     check_vocab(options.vocab or preset(method).vocab)
     names = [options.source, None if options.drafter is None else fspath(options.drafter)]
     for name in names:
@@ -150,7 +151,8 @@ def max_nodes(budget: Budget | None, method: str) -> int | None:
 
     `budget`: what is asked for; None takes the method's own. Raises `InvalidInput`.
     """
-    budget, chosen = parse_budget(budget), preset(method)
-    if budget is None or not chosen.sources:
-        return chosen.budget or None
+    budget = parse_budget(budget)
+    method_preset = preset(method)
+    if budget is None or not method_preset.sources:
+        return method_preset.budget or None
     return None if budget == "auto" else budget

@@ -34,66 +34,80 @@ AGREEMENT_ODDS = 4.0
 NOT_ASKED, FIRST_CHOICE, OTHER_CHOICE = range(3)
 
 
-class Evidence(NamedTuple):
+class CandidateFeatures(NamedTuple):
     """What is known of a proposal: its class, and its acceptance rate before any correction."""
 
     group: tuple[str, int, int] | None  # None: never corrected
-    usual: float
+    prior: float
 
-    def given(self, first_choice: bool) -> Evidence:
-        """Return the evidence of a token from elsewhere (a kind in `RATES`), given that it is
-        the drafter's first choice, or that another one is."""
+    def after_drafter(self, first_choice: bool) -> CandidateFeatures:
+        """Return the features of a free candidate once the drafter's first choice is known.
+
+        `first_choice`: whether it is this token.
+        """
         assert self.group is not None
         kind, size, _ = self.group
         choice = FIRST_CHOICE if first_choice else OTHER_CHOICE
-        odds = RATES[kind][size] / (1 - RATES[kind][size])
+        rate = RATES[kind][size]
+        odds = rate / (1 - rate)
         odds *= AGREEMENT_ODDS if first_choice else 1 / AGREEMENT_ODDS
-        return Evidence((kind, size, choice), odds / (1 + odds))
+        return CandidateFeatures((kind, size, choice), odds / (1 + odds))
 
 
-Estimate = Callable[[int, float, float | None], Evidence]
-"""Of a drafter's proposal, by its rank among its siblings, its probability, and how sure the
-drafter is there (`DraftProbs.confidence`) or None."""
+Estimate = Callable[[int, float, float | None], CandidateFeatures]
+"""Returns the features of a drafter's proposal.
+
+Its arguments are the rank among its siblings, its probability, and how sure the drafter is there
+(`DraftProbs.confidence`) or None.
+"""
 
 
-def as_printed(rank: int, probability: float, confidence: float | None = None) -> Evidence:
+def printed_features(
+    rank: int, probability: float, confidence: float | None = None
+) -> CandidateFeatures:
     """Return DySpec's assumption: a child is accepted with its drafter's probability."""
-    return Evidence(None, probability)
+    return CandidateFeatures(None, probability)
 
 
-def drafted(rank: int, probability: float, confidence: float | None = None) -> Evidence:
-    """Return the evidence of a deterministic proposal of a drafter.
+def drafted_features(
+    rank: int, probability: float, confidence: float | None = None
+) -> CandidateFeatures:
+    """Return the features of a deterministic proposal of a drafter.
 
     `rank` counts its siblings, from 0. `probability`: see `methods/children.py`. `confidence`: see
     `DraftProbs`.
     """
-    usual = probability if rank else 1 - (1 - probability) ** LIFT
+    prior = probability if rank else 1 - (1 - probability) ** LIFT
     kind = "drafted" if confidence is None else f"drafted {bisect_right(CONFIDENCES, confidence)}"
-    return Evidence((kind, min(rank, RANKS - 1), bisect_right(EDGES, probability)), usual)
+    return CandidateFeatures((kind, min(rank, RANKS - 1), bisect_right(EDGES, probability)), prior)
 
 
-def drawn(rank: int, probability: float, confidence: float | None = None) -> Evidence:
-    """Return the evidence of a drawn child, given that its earlier siblings are rejected.
+def drawn_features(
+    rank: int, probability: float, confidence: float | None = None
+) -> CandidateFeatures:
+    """Return the features of a drawn child, given that its earlier siblings are rejected.
 
     `probability` is that under the distribution it was drawn from, without earlier siblings,
     renormalised. A drawn token is accepted with min(1, target / draft probability). So rare tokens
     of a flat distribution are accepted about as often as its likely ones. Where the first child was
-    rejected, the rest of the target's distribution lies where the drafter gives little. So the
+    rejected, the target's remaining distribution lies where the drafter gives little. So the
     second child is accepted about half as often as a first one of the same probability, and the
     third a third as often. The formula was fitted on our own questions at temperatures 0.6 and 1.
     """
-    usual = (0.28 + 0.35 * probability + 0.3 * probability**4) / (rank + 1)
-    return Evidence(("drawn", min(rank, RANKS - 1), bisect_right(EDGES, probability)), usual)
+    prior = (0.28 + 0.35 * probability + 0.3 * probability**4) / (rank + 1)
+    return CandidateFeatures(
+        ("drawn", min(rank, RANKS - 1), bisect_right(EDGES, probability)), prior
+    )
 
 
-def elsewhere(kind: str, number: int) -> Evidence:
-    """Return the evidence of a token of a kind in `RATES`.
+def free_features(kind: str, number: int) -> CandidateFeatures:
+    """Return the features of a token of a kind in `RATES`.
 
     `number`: for how many tokens the text has been repeating itself, or has agreed with another
     text, that the token continues; of a guess from the last logits, its rank among them, from 1.
     """
     size = min(max(number, 1).bit_length(), len(RATES[kind])) - 1
-    return Evidence((kind, size, NOT_ASKED), RATES[kind][size])
+    return CandidateFeatures((kind, size, NOT_ASKED), RATES[kind][size])
 
 
 class AcceptanceModel:
@@ -105,25 +119,26 @@ class AcceptanceModel:
     ACCEPTED = 0.6  # accepted tokens for each node that is reached and was asked about, at first
 
     def __init__(self) -> None:
-        self._accepted, self._asked = self.ACCEPTED * self.CALL_TRUST, self.CALL_TRUST
+        self._accepted = self.ACCEPTED * self.CALL_TRUST
+        self._asked = self.CALL_TRUST
         # by class: accepted tokens, and those that the formulas expected
         self._sums: dict[tuple[str, int, int] | None, tuple[float, float]] = {}
 
-    def rate(self, evidence: Evidence) -> float:
+    def rate(self, features: CandidateFeatures) -> float:
         """Return the probability that a proposal is accepted, given that its parent is."""
-        group, usual = evidence
+        group, prior = features
         if group not in self._sums:
-            return usual
+            return prior
         accepted, expected = self._sums[group]
-        return min(0.99, usual * accepted / expected)
+        return min(0.99, prior * accepted / expected)
 
-    def observe(self, evidence: Evidence, accepted: bool) -> None:
+    def observe(self, features: CandidateFeatures, accepted: bool) -> None:
         """Record whether a proposal that verification reached was accepted."""
-        group, usual = evidence
+        group, prior = features
         if group is not None:
-            before, expected = self._sums.get(group, (self.TRUST, self.TRUST))
-            keep = 1 - 1 / self.MEMORY
-            self._sums[group] = keep * before + accepted, keep * expected + usual
+            accepted_sum, expected_sum = self._sums.get(group, (self.TRUST, self.TRUST))
+            fade = 1 - 1 / self.MEMORY
+            self._sums[group] = fade * accepted_sum + accepted, fade * expected_sum + prior
 
     @property
     def accepted_per_asked(self) -> float:
@@ -136,6 +151,6 @@ class AcceptanceModel:
         `asked`: the summed probability of being reached of the nodes that the drafter was asked
         about, in calls that cost something: of a block drafter, the first of a tree.
         """
-        keep = 1 - 1 / self.CALL_MEMORY
-        self._accepted = keep * self._accepted + accepted
-        self._asked = keep * self._asked + asked
+        fade = 1 - 1 / self.CALL_MEMORY
+        self._accepted = fade * self._accepted + accepted
+        self._asked = fade * self._asked + asked

@@ -1,4 +1,4 @@
-"""Our own method: one tree of free candidates (`methods/free.py`) and of what a drafter says.
+"""Our own method: one tree of free candidates (`methods/free.py`) and of a drafter's.
 
 All compete in one best-first search. Merging n-grams and last logits with a drafter's candidates by
 calibrated value is ours. They cost nodes but no call. Where the text repeats itself for long, the
@@ -11,7 +11,7 @@ from quickbeam.drafters.base import Context, Drafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Answers, Ngram
 from quickbeam.methods.acceptance import AcceptanceModel
-from quickbeam.methods.base import Growth, Method
+from quickbeam.methods.base import Method, ProposalSteps
 from quickbeam.methods.free import FreeCandidates
 from quickbeam.methods.search import Search, best_first
 
@@ -19,7 +19,7 @@ from quickbeam.methods.search import Search, best_first
 class Auto(Method):
     """The search over a drafter's candidates and free ones."""
 
-    priced = True
+    uses_cost_model = True
 
     def __init__(
         self,
@@ -28,11 +28,13 @@ class Auto(Method):
         last_logits: LastLogits,
         answers: Answers = Answers(),  # noqa: B008
     ) -> None:
-        self.drafter, self.last_logits, self.answers = drafter, last_logits, answers
+        self.drafter = drafter
+        self.last_logits = last_logits
+        self.answers = answers
         self.sources = (drafter, ngram, last_logits, answers)
         self.model = AcceptanceModel()
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         free = FreeCandidates(context, self.last_logits, self.answers)
         search = Search(self.drafter, context, budget - 1, max_depth, self.model)
-        return best_first(search, free.propose)
+        return best_first(search, free.enter)

@@ -14,38 +14,38 @@ def _nothing(tree: TokenTree, path: Sequence[int]) -> None:
     """Learn nothing, as most methods do."""
 
 
-class Grown(NamedTuple):
+class Proposal(NamedTuple):
     """A draft tree, with what its method learns from it.
 
     - `learn(tree, path)` is called after verification. `tree` is the verified tree, which may be
-      only the first nodes of the grown one. `path` is the accepted nodes, the root first.
+      only the first nodes of the proposed one. `path` is the accepted nodes, the root first.
     """
 
     tree: TokenTree
     learn: Callable[[TokenTree, Sequence[int]], None] = _nothing
 
 
-# The generator of a growing tree. It yields requests to the drafter. It is sent distributions, or
-# None where the call is not worth its time. It returns the tree.
-Growth = Generator[DraftRequest, DraftProbs | None, Grown]
+# The steps of a method that proposes a tree. The generator yields requests to the drafter. It is
+# sent distributions, or None where the call is not worth its time. It returns the proposal.
+ProposalSteps = Generator[DraftRequest, DraftProbs | None, Proposal]
 
 
 class Method(ABC):
-    """Grows draft trees from the sources it was made with.
+    """Proposes draft trees from the sources it was made with.
 
     All sequences share what a method learns. What belongs to one tree is kept in its generator.
 
     - `sources`: the sources of its candidates.
-    - `priced`: whether it uses `Context.node_costs` where they are given, which is where it draws
-      no children. The budget is then only an upper bound.
+    - `uses_cost_model`: whether it uses `Context.node_costs` where they are given, which is where
+      no children are drawn. The budget is then only an upper bound.
     """
 
     sources: Sequence[Source] = ()
-    priced = False
+    uses_cost_model = False
 
     @abstractmethod
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
-        """Grow a tree rooted at `context.ids[-1]`.
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
+        """Propose a tree rooted at `context.ids[-1]`.
 
         It has at most `budget` nodes, the root included, none deeper than `max_depth`. Nodes are
         added in order of worth where the method has such an order.
@@ -54,14 +54,14 @@ class Method(ABC):
 
 def without_calls(
     tree: TokenTree, learn: Callable[[TokenTree, Sequence[int]], None] = _nothing
-) -> Growth:
-    """Return the growth of a tree that takes no call of a drafter."""
+) -> ProposalSteps:
+    """Return the steps to propose a tree that takes no call of a drafter."""
     yield from ()
-    return Grown(tree, learn)
+    return Proposal(tree, learn)
 
 
 class NoDraft(Method):
     """Plain decoding: the tree is the root alone."""
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         return without_calls(TokenTree(context.ids[-1]))

@@ -6,7 +6,7 @@
 1, and l its logits. For an answer at temperature 0, q(x) estimates how likely token x is the
 target's best. That is exact if the target's logits are l plus independent Gumbel numbers of scale
 1, since the argmax of that sum is distributed as q. At temperature T the target emits the argmax of
-logits / T + g, where g is the noise of the place. With the same error in the logits, this is the
+logits / T + g, where g is the noise of the position. With the same error in the logits, this is the
 argmax of l + T * g + a Gumbel number. It is token x with probability
 
     q(x) * exp(T * g(x)) / sum over y of q(y) * exp(T * g(y)).
@@ -38,9 +38,9 @@ MARGIN = 0.5
 class DrawnChildren:
     """Draws from row `row` of `distributions`, without replacement.
 
-    - `left`: the mass that is not drawn yet. It is the probability that the next slot is reached
-      once the node is: that all earlier draws are rejected, if a draw is accepted with its
-      probability. It does not depend on the next token, so slots may be chosen by it.
+    - `left`: the mass that is not drawn yet. If a draw is accepted with its probability, this is
+      the probability that all earlier draws are rejected, so that the next slot is reached once the
+      node is. It does not depend on the next token, so slots may be chosen by it.
     - `probs`: the distribution `[vocab]` that the tokens are drawn from, as in `TokenTree.probs`.
     """
 
@@ -49,26 +49,30 @@ class DrawnChildren:
     def __init__(self, distributions: DraftProbs, row: int, generator: torch.Generator) -> None:
         self.left = 1.0
         self.probs = distributions.dense(row)
-        self._generator, self._tokens = generator, distributions.tokens
-        self._rest = distributions.values[row].clone()
+        self._generator = generator
+        self._tokens = distributions.tokens
+        self._remaining = distributions.values[row].clone()
 
     @property
     def peak(self) -> float:
         """The largest probability that the next token may have, earlier ones removed."""
-        return min(1.0, float(self._rest.max()) / self.left) if self.left > 0 else 1.0
+        if self.left <= 0:
+            return 1.0
+        return min(1.0, float(self._remaining.max()) / self.left)
 
     def draw(self) -> tuple[int, float] | None:
         """Return the next token and its probability in the whole distribution.
 
         Returns None if nothing is left.
         """
-        if not self._rest.any():
+        if not self._remaining.any():
             return None
-        column = draw(self._rest, self._generator)
-        probability = float(self._rest[column])
-        self._rest[column] = 0.0
+        column = draw(self._remaining, self._generator)
+        probability = float(self._remaining[column])
+        self._remaining[column] = 0.0
         self.left = max(0.0, self.left - probability)
-        return (column if self._tokens is None else int(self._tokens[column])), probability
+        token = column if self._tokens is None else int(self._tokens[column])
+        return token, probability
 
 
 class RankedChildren:
@@ -78,10 +82,12 @@ class RankedChildren:
     this one token, so nothing is learned from it.
     """
 
-    probs, peak = None, 1.0
+    probs = None
+    peak = 1.0
 
     def __init__(self, row: Row, forced: bool = False) -> None:
         self.forced = forced
+        # the likeliest last, so that `draw` can pop it
         self._children = list(zip(*row, strict=True))[::-1]
 
     @property
@@ -101,30 +107,32 @@ def ask(
     tree: TokenTree,
     nodes: Sequence[int],
     count: int,
-    least: Sequence[float] | None = None,
+    min_probs: Sequence[float] | None = None,
 ) -> Generator[DraftRequest, DraftProbs | None, list[Children]]:
     """Ask a drafter once, and return the children that each of `nodes` may get.
 
-    Where the residual rule draws children (`Context.draws`) they are draws. Otherwise they are the
-    `count` likeliest tokens given the noise of their places. `least`: for each node, the
-    probability down to which its tokens are wanted.
+    Where the residual rule samples children (`Context.samples_children`) they are draws. Otherwise
+    they are the `count` likeliest tokens given the noise of their positions.
+
+    `min_probs`: for each node, the probability down to which its tokens are wanted.
     """
     distributions = yield DraftRequest(context, tree, nodes)
     assert distributions is not None
     forced = distributions.forced
-    if context.draws:
+    if context.samples_children:
         return [
             RankedChildren(([forced[i]], [1.0]), forced=True)
             if i in forced
             else DrawnChildren(distributions, i, context.generator)
             for i in range(len(nodes))
         ]
-    rows = proposals(context, distributions, [tree.depth[node] for node in nodes], count, least)
+    depths = [tree.depth[node] for node in nodes]
+    rows = likeliest_children(context, distributions, depths, count, min_probs)
     return [RankedChildren(row, i in forced) for i, row in enumerate(rows)]
 
 
 def add_child(tree: TokenTree, node: int, children: Children, drafter: Drafter) -> int | None:
-    """Add the next of `children` below `node`. Returns None if there is no further one."""
+    """Add the next of `children` below `node` and return its node; None if there is none."""
     child = children.draw()
     if child is None:
         return None
@@ -134,21 +142,22 @@ def add_child(tree: TokenTree, node: int, children: Children, drafter: Drafter) 
     return tree.add(node, token, source, value, children.probs, probability)
 
 
-def proposals(
+def likeliest_children(
     context: Context,
     distributions: DraftProbs,
     depths: Sequence[int],
     count: int,
-    least: Sequence[float] | None = None,
+    min_probs: Sequence[float] | None = None,
 ) -> list[Row]:
     """Return the `count` likeliest children after nodes of these depths, the likeliest first.
 
-    They are chosen by `distributions`, and by the noise of their places where there is any.
-    `least`: of each node, what a child's probability must exceed. A forced token has probability 1.
+    They are chosen by `distributions`, and by the noise of their positions where there is any.
+    `min_probs`: of each node, what a child's probability must exceed. A forced token has
+    probability 1.
     """
-    floors = least or [0.0] * len(distributions.values)
+    min_probs = min_probs or [0.0] * len(distributions.values)
     if context.noise is None:
-        rows = largest(distributions.values, count, floors, distributions.tokens)
+        rows = largest(distributions.values, count, min_probs, distributions.tokens)
     else:
         values = distributions.values.cpu()
         tokens = None if distributions.tokens is None else distributions.tokens.cpu()
@@ -156,8 +165,8 @@ def proposals(
         if context.filters is not None:
             unlikely = [MARGIN * ruled_out_below(q, context.filters) for q in values.numpy()]
         positions = [len(context.ids) + depth for depth in depths]
-        places = list(zip(positions, unlikely, floors, strict=True))
-        rows = context.noise.perturb(values, tokens, places, context.temperature, count)
+        noise_positions = list(zip(positions, unlikely, min_probs, strict=True))
+        rows = context.noise.perturb(values, tokens, noise_positions, context.temperature, count)
     for i, token in distributions.forced.items():
         rows[i] = [token], [1.0]
     return rows

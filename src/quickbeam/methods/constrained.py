@@ -17,49 +17,50 @@ import torch
 
 from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs, DraftRequest
 from quickbeam.grammar.masks import AllowedTokens, Masks
-from quickbeam.methods.base import Grown, Growth
+from quickbeam.methods.base import Proposal, ProposalSteps
 from quickbeam.tree import TokenTree
 
 
-def constrained(growth: Growth, context: Context, budget: int, max_depth: int) -> Growth:
-    """Wrap a growth so that its drafter keeps to the context's grammar.
+def constrained(
+    steps: ProposalSteps, context: Context, budget: int, max_depth: int
+) -> ProposalSteps:
+    """Wrap a method's steps so that the drafter keeps to the context's grammar.
 
     What is left of the budget goes to forced runs.
     """
     masks = context.grammar
     assert masks is not None
-    read = set[int]()  # nodes of its tree that the drafter was asked about
+    asked = set[int]()  # nodes of the tree that the drafter was asked about
     distributions: DraftProbs | None = None
     while True:
         try:
-            request = growth.send(distributions)
+            request = steps.send(distributions)
         except StopIteration as end:
-            grown: Grown = end.value
+            proposal: Proposal = end.value
             break
-        distributions = yield from _answer(masks, request, read)
-    add_forced_runs(grown.tree, context, budget, max_depth)
-    return grown
+        distributions = yield from _answer(masks, request, asked)
+    add_forced_runs(proposal.tree, context, budget, max_depth)
+    return proposal
 
 
 def add_forced_runs(tree: TokenTree, context: Context, budget: int, max_depth: int) -> None:
-    """Add the tokens that are forced below the tree's leaves, as long as there is room.
+    """Add the tokens that are forced below the tree's leaves, as far as the budget allows.
 
     Where nodes have costs, only below leaves that are reached often enough.
     """
     node = 0
     while node < len(tree) < budget:
-        if (
-            not tree.children[node]
-            and tree.depth[node] < max_depth
-            and (context.node_costs is None or tree.value[node] > context.node_cost(len(tree)))
-            and (token := context.forced(tree.tokens(node))) is not None
-        ):
-            tree.add(node, token, GRAMMAR, tree.value[node], probability=1.0)
+        value = tree.value[node]
+        is_leaf = not tree.children[node] and tree.depth[node] < max_depth
+        if is_leaf and (context.node_costs is None or value > context.node_cost(len(tree))):
+            token = context.forced(tree.tokens(node))
+            if token is not None:
+                tree.add(node, token, GRAMMAR, value, probability=1.0)
         node += 1
 
 
 def _answer(
-    masks: Masks, request: DraftRequest, read: set[int]
+    masks: Masks, request: DraftRequest, asked: set[int]
 ) -> Generator[DraftRequest, DraftProbs | None, DraftProbs | None]:
     """Answer one request: the drafter's distributions within the grammar, or the forced tokens.
 
@@ -68,51 +69,61 @@ def _answer(
     first. The request's expected gain is then divided among all these calls.
     """
     tree = request.tree
-    places = [masks.find(tree.tokens(node)) for node in request.nodes]
-    known = [(row, place) for row, place in enumerate(places) if place is not None]
-    forced = {row: place.first for row, place in known if masks.forces(place)}
-    free = {row: place for row, place in known if place.left > 1}
+    count = len(request.nodes)
+    forced = dict[int, int]()  # by row of the request: the only token
+    free = dict[int, AllowedTokens]()  # by row: the tokens of which one may follow
+    for row, node in enumerate(request.nodes):
+        allowed = masks.find(tree.tokens(node))
+        if allowed is None:
+            continue
+        if masks.forces(allowed):
+            forced[row] = allowed.first
+        if allowed.left > 1:
+            free[row] = allowed
     next_nodes = [request.nodes[row] for row in free]
-    calls = [*_unread(tree, next_nodes, read), next_nodes] if next_nodes else []
+    calls = [*_not_asked(tree, next_nodes, asked), next_nodes] if next_nodes else []
     distributions: DraftProbs | None = None
     for nodes in calls:
         distributions = yield request._replace(nodes=nodes, gain=request.gain / len(calls))
         if distributions is None:
             break
-        read.update(nodes)
+        asked.update(nodes)
     if distributions is None:
         if next_nodes and not forced:
             return None
-        return DraftProbs(torch.zeros(len(places), 1), torch.zeros(1, dtype=torch.long), 1, forced)
+        return DraftProbs(torch.zeros(count, 1), torch.zeros(1, dtype=torch.long), 1, forced)
     masked = _masked(distributions, list(free.values()))
-    values = masked.new_zeros(len(places), masked.shape[1]).index_copy_(
-        0, torch.tensor(list(free), device=masked.device), masked
-    )
-    confidence = dict(zip(free, distributions.confidence, strict=False))
-    every = [confidence.get(row, 1.0) for row in range(len(places))] if confidence else ()
-    return distributions._replace(values=values, forced=forced, confidence=every)
+    rows = torch.tensor(list(free), device=masked.device)
+    values = masked.new_zeros(count, masked.shape[1]).index_copy_(0, rows, masked)
+    confidence = list[float]()
+    if distributions.confidence:
+        by_row = dict(zip(free, distributions.confidence, strict=True))
+        confidence = [by_row.get(row, 1.0) for row in range(count)]
+    return distributions._replace(values=values, forced=forced, confidence=confidence)
 
 
-def _unread(tree: TokenTree, nodes: Sequence[int], read: Collection[int]) -> list[list[int]]:
+def _not_asked(tree: TokenTree, nodes: Sequence[int], asked: Collection[int]) -> list[list[int]]:
     """Return the nodes above `nodes` that the drafter was not asked about, in calls.
 
     Parents are in earlier calls than their children. None of `nodes` may be above another one.
     """
-    ways = []
+    paths = []  # for each node, those above it, from the top
     for node in nodes:
-        way = list[int]()
-        while (node := tree.parent[node]) >= 0 and node not in read:
-            way.append(node)
-        ways.append(way[::-1])
-    return [sorted({node for node in call if node is not None}) for call in zip_longest(*ways)]
+        path = list[int]()
+        parent = tree.parent[node]
+        while parent >= 0 and parent not in asked:
+            path.append(parent)
+            parent = tree.parent[parent]
+        paths.append(path[::-1])
+    return [sorted({node for node in call if node is not None}) for call in zip_longest(*paths)]
 
 
-def _masked(distributions: DraftProbs, places: Sequence[AllowedTokens]) -> torch.Tensor:
-    """Return distributions `[m, s]` without the tokens banned at these places, renormalised.
+def _masked(distributions: DraftProbs, rows: Sequence[AllowedTokens]) -> torch.Tensor:
+    """Return distributions `[m, s]` without the tokens that are banned in each row, renormalised.
 
     A row is zero where all its tokens are banned.
     """
-    banned = torch.stack([place.banned for place in places])
+    banned = torch.stack([allowed.banned for allowed in rows])
     if distributions.tokens is not None:
         banned = banned[:, distributions.tokens.cpu()]
     values = distributions.values.masked_fill(banned.to(distributions.values.device), 0.0)

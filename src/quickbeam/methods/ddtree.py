@@ -1,7 +1,7 @@
 """DDTree (2604.12989): the likeliest paths by the marginals of a block drafter.
 
 A block drafter without a Markov head gives one distribution for each depth, whatever was drafted
-before. So the tree needs no drafter while it grows.
+before. So the tree takes no further call of the drafter.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Generator
 from heapq import heappop, heappush
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
-from quickbeam.methods.base import Grown, Growth, Method
-from quickbeam.methods.children import proposals
+from quickbeam.methods.base import Method, Proposal, ProposalSteps
+from quickbeam.methods.children import likeliest_children
 from quickbeam.noise import Row
 from quickbeam.tree import TokenTree
 
@@ -27,17 +27,20 @@ class DDTree(Method):
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.sources = drafter, (drafter,)
+        self.drafter = drafter
+        self.sources = (drafter,)
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         marginals = yield from self._marginals(context, budget - 1, max_depth)
-        tree, heap = TokenTree(context.ids[-1]), list[tuple[float, int, int, int]]()
+        tree = TokenTree(context.ids[-1])
+        heap = list[tuple[float, int, int, int]]()  # of -value, depth of the parent, parent, rank
 
         def row(node: int) -> Row:
             """Return the tokens that may follow a node, with their probabilities."""
             if (forced := context.forced(tree.tokens(node))) is not None:
                 return [forced], [1.0]
-            return marginals[tree.depth[node]] if tree.depth[node] < len(marginals) else ([], [])
+            depth = tree.depth[node]
+            return marginals[depth] if depth < len(marginals) else ([], [])
 
         def push(parent: int, rank: int) -> None:
             tokens, probabilities = row(parent)
@@ -48,26 +51,31 @@ class DDTree(Method):
         push(0, 0)
         while heap and len(tree) < budget:
             value, _, parent, rank = heappop(heap)
-            (tokens, probabilities), path = row(parent), tree.tokens(parent)
+            tokens, probabilities = row(parent)
+            path = tree.tokens(parent)
             push(parent, rank + 1)
             # on other paths than the likeliest a grammar may ban the token
             if context.within(path, tokens[rank : rank + 1]):
                 name = self.drafter.name if context.forced(path) is None else GRAMMAR
                 probability = probabilities[rank]
-                push(tree.add(parent, tokens[rank], name, -value, probability=probability), 0)
-        return Grown(tree)
+                node = tree.add(parent, tokens[rank], name, -value, probability=probability)
+                push(node, 0)
+        return Proposal(tree)
 
     def _marginals(
         self, context: Context, size: int, max_depth: int
     ) -> Generator[DraftRequest, DraftProbs | None, list[Row]]:
         """Return the likeliest tokens of each depth, at most `size`, with their probabilities."""
-        path, node, rows = TokenTree(context.ids[-1]), 0, list[Row]()
+        path = TokenTree(context.ids[-1])
+        node = 0
+        rows = list[Row]()
         for depth in range(min(max_depth, size)):
             answer = yield DraftRequest(context, path, [node])
             assert answer is not None
-            (row,) = proposals(context, answer, [depth], size)
+            (row,) = likeliest_children(context, answer, [depth], size)
             if not row[0]:
                 break
             rows.append(row)
-            node = path.add(node, row[0][0], self.drafter.name)
+            likeliest = row[0][0]
+            node = path.add(node, likeliest, self.drafter.name)
         return rows

@@ -1,4 +1,4 @@
-"""DySpec (2410.11744): the tree is grown where acceptance is most likely.
+"""DySpec (2410.11744): nodes are added where acceptance is most likely.
 
 The hypothesis: a token is accepted about as often as its drafter's probability says. It is used by
 
@@ -13,19 +13,19 @@ is drawn, so sampling stays exact. The last is for deterministic proposals.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import zip_longest
+from typing import NamedTuple
 
 from quickbeam.drafters.base import Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.methods.acceptance import (
     AcceptanceModel,
     Estimate,
-    as_printed,
-    drafted,
-    drawn,
+    drafted_features,
+    drawn_features,
+    printed_features,
 )
-from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.methods.base import Method, Proposal, ProposalSteps
 from quickbeam.methods.children import ROUNDING, Children, add_child, ask
 from quickbeam.methods.search import Search, best_first
 from quickbeam.tree import TokenTree
@@ -36,6 +36,15 @@ PEAK = 0.6
 Draw = tuple[int, float]  # the rank of a drawn child, and the probability it was drawn with
 
 
+class Slot(NamedTuple):
+    """An open slot of the heap: room for one more child of `node`."""
+
+    minus_worth: float
+    v: float  # the probability that verification reaches it
+    node: int
+    answered: bool  # whether its worth comes from the drafter's answer, not from `PEAK`
+
+
 def sampled_tree(
     drafter: Drafter,
     context: Context,
@@ -44,7 +53,7 @@ def sampled_tree(
     rate: Callable[[int, float], float],
     worth: Callable[[int, float], float],
 ) -> Generator[DraftRequest, DraftProbs | None, tuple[TokenTree, dict[int, Draw]]]:
-    """Grow a tree by Alg. 1, and return it with the draw of each node.
+    """Build a tree by Alg. 1, and return it with the draw of each node.
 
     `rate(rank, probability)` is the acceptance rate of a child that was drawn with this
     probability, earlier siblings removed. As printed it is that probability. A slot counts with v,
@@ -53,26 +62,27 @@ def sampled_tree(
 
     As printed, the drafter is called once for each node. Here one call asks about all nodes with a
     slot among the best of the heap, as many as there are nodes left to add. A distribution that
-    arrives early changes nothing of the tree, since it is not looked at before its turn.
+    arrives early changes nothing of the tree, since it is used only when its slot is the best.
     """
-    tree, draws = TokenTree(context.ids[-1]), dict[int, Draw]()
+    tree = TokenTree(context.ids[-1])
+    draws = dict[int, Draw]()
     children: dict[int, Children] = {}
 
-    def slot(v: float, node: int) -> tuple[float, float, int, bool]:
-        """Return the node's next slot: minus its worth, v, the node, whether its peak is known."""
-        known = node in children
-        peak = children[node].peak if known else PEAK
-        return -v * worth(len(tree.children[node]), peak), v, node, known
+    def slot(v: float, node: int) -> Slot:
+        answered = node in children
+        peak = children[node].peak if answered else PEAK
+        rank = len(tree.children[node])
+        return Slot(-v * worth(rank, peak), v, node, answered)
 
     heap = [slot(1.0, 0)] if max_depth > 0 else []
     while heap and len(tree) < budget:
-        _, v, node, known = heap[0]
+        _, v, node, answered = heap[0]
         if node not in children:
             free = budget - len(tree)
-            best = [one[2] for one in sorted(heap)[:free] if one[2] not in children]
+            best = [entry.node for entry in sorted(heap)[:free] if entry.node not in children]
             answer = yield from ask(context, tree, best, free)
             children.update(zip(best, answer, strict=True))
-        if not known:
+        if not answered:
             heapreplace(heap, slot(v, node))
             continue
         heappop(heap)
@@ -83,8 +93,9 @@ def sampled_tree(
         d = 1.0
         if not children[node].forced:
             rank = len(tree.children[node]) - 1
-            draws[new] = rank, min(1.0, tree.probability[new] / left)
-            d = rate(*draws[new])
+            probability = min(1.0, tree.probability[new] / left)
+            draws[new] = rank, probability
+            d = rate(rank, probability)
             heappush(heap, slot(v * (1 - d), node))  # the sibling's
         tree.value[new] = v * d
         if tree.depth[new] < max_depth:
@@ -95,19 +106,20 @@ def sampled_tree(
 def threshold_tree(
     drafter: Drafter, context: Context, budget: int, max_depth: int, threshold: float
 ) -> Generator[DraftRequest, DraftProbs | None, TokenTree]:
-    """Grow a tree by Alg. 2, with one call of the drafter a layer.
+    """Build a tree by Alg. 2, with one call of the drafter a layer.
 
     A drawn slot is worth v, the probability that it is reached. A deterministic proposal is worth
     the product of probabilities down to its own token. If the budget ends within a layer, the best
     slots of the layer are filled and drawing stops.
     """
-    tree, layer = TokenTree(context.ids[-1]), [0]
+    tree = TokenTree(context.ids[-1])
+    layer = [0]
     for _ in range(max_depth):
         free = budget - len(tree)
         if not layer or free < 1:
             break
-        least = [ROUNDING * threshold / tree.value[node] for node in layer]
-        answer = yield from ask(context, tree, layer, free, least)
+        min_probs = [ROUNDING * threshold / tree.value[node] for node in layer]
+        answer = yield from ask(context, tree, layer, free, min_probs)
         children = dict(zip(layer, answer, strict=True))
         heap = [(-tree.value[node] * children[node].left, node) for node in layer]
         heapify(heap)
@@ -128,55 +140,71 @@ class DySpec(Method):
 
     The hypothesis makes trees of drawn children too wide. A rare draw is accepted often, by
     min(1, p / q), and its sibling, tried after a rejection, seldom. So rates are corrected by what
-    was accepted (`AcceptanceModel`). `estimate` gives the evidence of a child of this rank and
-    probability: `as_printed` for the hypothesis alone.
+    was accepted (`AcceptanceModel`). `estimate` gives the features of a child of this rank and
+    probability: `printed_features` for the hypothesis alone.
 
     With `Context.node_costs` the search's tree also ends where the next likeliest path is
     expected to give fewer tokens than its node costs.
     """
 
-    priced = True
+    uses_cost_model = True
 
     def __init__(self, drafter: Drafter, estimate: Estimate | None = None) -> None:
-        self.drafter, self.sources = drafter, (drafter,)
+        self.drafter = drafter
+        self.sources = (drafter,)
         self.model = AcceptanceModel()
-        self._drafted, self._drawn = estimate or drafted, estimate or drawn
+        self._drafted = estimate or drafted_features
+        self._drawn = estimate or drawn_features
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
-        if context.draws:
-            rate = lambda rank, d: self.model.rate(self._drawn(rank, d, None))  # noqa: E731
-            worth = rate if self._drawn is drawn else lambda rank, peak: 1.0
-            tree, draws = yield from sampled_tree(
-                self.drafter, context, budget, max_depth, rate, worth
-            )
-            return Grown(tree, partial(self._learn, draws))
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
+        if context.samples_children:
+            return (yield from self._sampled(context, budget, max_depth))
         search = Search(self.drafter, context, budget - 1, max_depth, self.model, self._drafted)
         return (yield from best_first(search))
 
-    def _learn(self, draws: dict[int, Draw], tree: TokenTree, path: Sequence[int]) -> None:
-        """Learn from a verified tree of drawn children.
+    def _sampled(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
+        worth = self._rate if self._drawn is drawn_features else _same_worth
+        tree, draws = yield from sampled_tree(
+            self.drafter, context, budget, max_depth, self._rate, worth
+        )
 
-        Verification never reached the siblings after the accepted one, so they don't count.
-        """
-        for node, accepted in zip_longest(path, path[1:]):
-            for child in tree.children[node].values():
-                if child in draws:
-                    self.model.observe(self._drawn(*draws[child], None), child == accepted)
-                if child == accepted:
-                    break
+        def learn(tree: TokenTree, path: Sequence[int]) -> None:
+            # verification never reached the siblings after the accepted one: they don't count
+            for node, accepted in zip_longest(path, path[1:]):
+                for child in tree.children[node].values():
+                    if child in draws:
+                        rank, probability = draws[child]
+                        features = self._drawn(rank, probability, None)
+                        self.model.observe(features, child == accepted)
+                    if child == accepted:
+                        break
+
+        return Proposal(tree, learn)
+
+    def _rate(self, rank: int, probability: float) -> float:
+        """Return the acceptance rate of a drawn child."""
+        return self.model.rate(self._drawn(rank, probability, None))
+
+
+def _same_worth(rank: int, peak: float) -> float:
+    return 1.0
 
 
 def printed(drafter: Drafter) -> DySpec:
     """Return DySpec by its hypothesis alone."""
-    return DySpec(drafter, as_printed)
+    return DySpec(drafter, printed_features)
 
 
 class Threshold(Method):
     """DySpec with a threshold (Alg. 2). `threshold=None` takes 1 / budget."""
 
     def __init__(self, drafter: Drafter, threshold: float | None = None) -> None:
-        self.drafter, self.sources, self.threshold = drafter, (drafter,), threshold
+        self.drafter = drafter
+        self.sources = (drafter,)
+        self.threshold = threshold
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
-        least = self.threshold or 1 / budget
-        return Grown((yield from threshold_tree(self.drafter, context, budget, max_depth, least)))
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
+        threshold = self.threshold or 1 / budget
+        return Proposal(
+            (yield from threshold_tree(self.drafter, context, budget, max_depth, threshold))
+        )

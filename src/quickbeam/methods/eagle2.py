@@ -6,8 +6,8 @@ It expands the likeliest nodes of each layer, then keeps the likeliest nodes of 
 from __future__ import annotations
 
 from quickbeam.drafters.base import Context, Drafter
-from quickbeam.methods.acceptance import AcceptanceModel, as_printed
-from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.methods.acceptance import AcceptanceModel, printed_features
+from quickbeam.methods.base import Method, Proposal, ProposalSteps
 from quickbeam.methods.search import Search
 
 
@@ -24,10 +24,15 @@ class Eagle2(Method):
     """
 
     def __init__(self, drafter: Drafter, width: int = 10, depth: int = 7) -> None:
-        self.drafter, self.sources, self.width, self.depth = drafter, (drafter,), width, depth
+        self.drafter = drafter
+        self.sources = (drafter,)
+        self.width = width
+        self.depth = depth
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
-        search = Search(self.drafter, context, budget - 1, max_depth, AcceptanceModel(), as_printed)
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
+        search = Search(
+            self.drafter, context, budget - 1, max_depth, AcceptanceModel(), printed_features
+        )
         layer = [search.root] if search.size > 0 else []
         for depth in range(1, 1 + min(self.depth, max_depth)):
             if not layer:
@@ -35,6 +40,6 @@ class Eagle2(Method):
             # expansion
             yield from search.ask(layer, self.width)
             search.rank()
-            layer = [one for one in search.best if one.depth == depth][: self.width]
+            layer = [path for path in search.best if path.depth == depth][: self.width]
         # reranking
-        return Grown(search.tree())
+        return Proposal(search.tree())

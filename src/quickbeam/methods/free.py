@@ -7,14 +7,20 @@ are the source of prompt lookup and of LogitSpec (2507.01449, §3), the last log
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import MAX_N, Answers, Ngram, NgramIndex
-from quickbeam.methods.acceptance import GUESSED, REMEMBERED, REPEATED, AcceptanceModel, elsewhere
-from quickbeam.methods.base import Growth, without_calls
+from quickbeam.methods.acceptance import (
+    GUESSED,
+    REMEMBERED,
+    REPEATED,
+    AcceptanceModel,
+    free_features,
+)
+from quickbeam.methods.base import ProposalSteps, without_calls
 from quickbeam.methods.search import Candidate, Search, observe
+from quickbeam.tree import TokenTree
 
 LONGEST = 16  # the most tokens of a continuation
 FARTHER = 128  # the same after the root, where the search is wide (`search.WIDE`)
@@ -32,11 +38,12 @@ class FreeCandidates:
         answers: Answers | None = None,
     ) -> None:
         self._index: NgramIndex = context.states[Ngram.name]
-        self._last_logits, self._answers = last_logits, answers
+        self._last_logits = last_logits
+        self._answers = answers
         # candidates whose continuation was looked for, or that belong to one
         self._matched = set[int]()
 
-    def propose(self, search: Search) -> None:
+    def enter(self, search: Search) -> None:
         """Enter continuations of the text below the root, or below new paths, and guesses."""
         index = self._index
         if not self._matched:
@@ -48,81 +55,91 @@ class FreeCandidates:
             self._remember(search, search.root, longest)
             self._guess(search)
             search.rank()
-        for one in [one for one in search.best if one.number not in self._matched]:
-            self._matched.add(one.number)
-            tail = self._tail(search, one)
+        new_paths = [path for path in search.best if path.number not in self._matched]
+        for path in new_paths:
+            self._matched.add(path.number)
+            tail = self._tail(search, path)
             if match := index.match(tail, MIN_MATCH):
-                tokens = index.continuation(match, LONGEST, tail[-min(one.depth, len(tail)) :])
-                self._continue(search, one, tokens, match.length)
-            self._remember(search, one, LONGEST)
+                drafted = tail[-min(path.depth, len(tail)) :]
+                tokens = index.continuation(match, LONGEST, drafted)
+                self._continue(search, path, tokens, match.length)
+            self._remember(search, path, LONGEST)
         search.rank()
 
-    def _tail(self, search: Search, one: Candidate) -> tuple[int, ...]:
-        """Return the last tokens of the text that ends with `one`, as many as n-grams have."""
-        return (*search.context.ids[-MAX_N:], *one.path)[-MAX_N:]
+    def _tail(self, search: Search, path: Candidate) -> tuple[int, ...]:
+        """Return the last tokens of the text that ends with `path`, as many as n-grams have."""
+        return (*search.context.ids[-MAX_N:], *path.path)[-MAX_N:]
 
-    def _remember(self, search: Search, one: Candidate, longest: int) -> None:
-        """Enter what followed the text that ends with `one` in another text."""
+    def _remember(self, search: Search, path: Candidate, longest: int) -> None:
+        """Enter what followed the text that ends with `path` in another text."""
         context = search.context
-        match = self._answers.match(context, one.path) if self._answers else None
+        match = self._answers.match(context, path.path) if self._answers else None
         if match and context.texts is not None:
             tokens = context.texts.continuation(match, longest)
-            self._continue(search, one, tokens, match.length, Answers.name, REMEMBERED)
+            self._continue(search, path, tokens, match.length, Answers.name, REMEMBERED)
 
     def _continue(
         self,
         search: Search,
-        one: Candidate,
+        path: Candidate,
         tokens: Sequence[int],
         length: int,
         source: str = Ngram.name,
         kind: str = REPEATED,
     ) -> None:
-        """Enter `tokens` as a path below `one`, up to the first that can't get in.
+        """Enter `tokens` below `path`, up to the first that can't get in.
 
-        `length`: how many tokens of repetition end with `one`.
+        `length`: how many tokens of repetition end with `path`.
         """
-        worst, context = search.worst, search.context
-        tokens = context.within(one.path, tokens[: search.max_depth - one.depth])
+        admission_value = search.admission_value
+        context = search.context
+        tokens = context.within(path.path, tokens[: search.max_depth - path.depth])
         for i, token in enumerate(tokens):
-            if token in one.children:  # another source says the same so far
-                one = one.children[token]
+            if token in path.children:  # another source proposes the same so far
+                path = path.children[token]
                 continue
-            forced = context.forced(one.path) == token
-            evidence = () if forced else (elsewhere(kind, length + i),)
-            rate = 1.0 if forced else search.model.rate(*evidence)
+            forced = context.forced(path.path) == token
+            features = free_features(kind, length + i)
+            rate = 1.0 if forced else search.model.rate(features)
             # what other guesses leave
-            rate *= 1 - sum(child.rate for child in one.children.values())
-            value = one.value * rate
-            if value <= worst or search.below_cost(value, one.depth + 1):
+            rate *= 1 - sum(child.rate for child in path.children.values())
+            value = path.value * rate
+            if value <= admission_value or search.below_cost(value, path.depth + 1):
                 break
-            one = search.enter(one, token, GRAMMAR if forced else source, rate, evidence)
-            self._matched.add(one.number)
+            if forced:
+                path = search.enter(path, token, GRAMMAR, rate)
+            else:
+                path = search.enter(path, token, source, rate, [features])
+            self._matched.add(path.number)
 
     def _guess(self, search: Search) -> None:
         """Enter what the last logits nearly chose below the root."""
+        if self._last_logits is None:
+            return
         left = 1 - sum(child.rate for child in search.root.children.values())
-        best = left * search.model.rate(elsewhere(GUESSED, 1))
-        if (
-            self._last_logits is None
-            or best <= search.worst
-            or search.below_cost(best, 1)
-            or search.context.forced(()) is not None
-        ):
+        # ranking the logits takes time, so the first guess is looked at before
+        best = left * search.model.rate(free_features(GUESSED, 1))
+        if best <= search.admission_value or search.below_cost(best, 1):
+            return
+        if search.context.forced(()) is not None:
             return
         for rank, token in self._last_logits.ranked(search.context, GUESSES):
-            evidence = elsewhere(GUESSED, rank)
-            rate = left * search.model.rate(evidence)
-            if rate <= search.worst or search.below_cost(rate, 1):
+            features = free_features(GUESSED, rank)
+            rate = left * search.model.rate(features)
+            if rate <= search.admission_value or search.below_cost(rate, 1):
                 break
             if token not in search.root.children:
-                search.enter(search.root, token, LastLogits.name, rate, (evidence,))
+                search.enter(search.root, token, LastLogits.name, rate, (features,))
 
 
 def free_tree(
     context: Context, budget: int, max_depth: int, model: AcceptanceModel, free: FreeCandidates
-) -> Growth:
-    """Return the growth of the tree of free candidates alone that are worth their cost."""
+) -> ProposalSteps:
+    """Return the steps to propose the tree of free candidates alone that are worth their cost."""
     search = Search(None, context, budget - 1, max_depth, model)
-    free.propose(search)
-    return without_calls(search.tree(), partial(observe, search))
+    free.enter(search)
+
+    def learn(tree: TokenTree, path: Sequence[int]) -> None:
+        observe(search, tree, path)
+
+    return without_calls(search.tree(), learn)

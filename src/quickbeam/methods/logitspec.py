@@ -13,7 +13,7 @@ from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import MAX_N, Answers, Ngram, NgramIndex
 from quickbeam.drafters.texts import AGREED
 from quickbeam.methods.acceptance import AcceptanceModel
-from quickbeam.methods.base import Growth, Method, without_calls
+from quickbeam.methods.base import Method, ProposalSteps, without_calls
 from quickbeam.methods.free import FreeCandidates, free_tree
 from quickbeam.methods.prompt_lookup import graft
 from quickbeam.tree import TokenTree
@@ -25,7 +25,9 @@ LEAD = 3  # tokens of the chain that go before any guess, per matched token
 
 def branch_length(rank: int) -> int:
     """Return how many tokens the branch of the guess of this rank has, the guess included."""
-    return 4 if rank <= 8 else 3 if rank <= 32 else 1
+    if rank <= 8:
+        return 4
+    return 3 if rank <= 32 else 1
 
 
 class LogitSpec(Method):
@@ -47,7 +49,7 @@ class LogitSpec(Method):
     same sources compete by their acceptance rates, as in `auto` (`methods/free.py`).
     """
 
-    priced = True
+    uses_cost_model = True
 
     def __init__(
         self,
@@ -55,10 +57,12 @@ class LogitSpec(Method):
         last_logits: LastLogits,
         answers: Answers = Answers(),  # noqa: B008
     ) -> None:
-        self.last_logits, self.answers = last_logits, answers
-        self.sources, self.model = (ngram, last_logits, answers), AcceptanceModel()
+        self.last_logits = last_logits
+        self.answers = answers
+        self.sources = (ngram, last_logits, answers)
+        self.model = AcceptanceModel()
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         if context.node_costs is not None:
             free = FreeCandidates(context, self.last_logits, self.answers)
             return free_tree(context, budget, max_depth, self.model, free)
@@ -75,16 +79,20 @@ class LogitSpec(Method):
             return graft(tree, node, tokens, source, budget, max_depth)
 
         # the beginning of the chain
-        tokens, chained = list[int](), Ngram.name
-        match, known = index.match(tail), self.answers.match(context)
-        if known and (match is None or index.extent(match, AGREED) < known.length):
+        tokens = list[int]()
+        chain_source = Ngram.name
+        match = index.match(tail)
+        remembered = self.answers.match(context)
+        if remembered and (match is None or index.extent(match, AGREED) < remembered.length):
             assert context.texts is not None
-            tokens, chained = context.texts.continuation(known, CHAIN), Answers.name
-            match = known
+            tokens = context.texts.continuation(remembered, CHAIN)
+            chain_source = Answers.name
+            match = remembered
         elif match:
             tokens = index.continuation(match, CHAIN)
         chain = iter(context.within((), tokens))
-        tip = add(0, islice(chain, LEAD * match.length if match else 0), chained)
+        lead = LEAD * match.length if match else 0
+        tip = add(0, islice(chain, lead), chain_source)
 
         # a branch for each guess. Each adds a node, unless it is the root or the chain begins with
         # it. So two guesses more than there are free nodes are enough.
@@ -93,9 +101,9 @@ class LogitSpec(Method):
                 break
             size = len(tree)
             node = add(0, [guess], LastLogits.name)
-            if known := index.match([*tail, guess]):
-                rest = index.continuation(known, branch_length(rank) - 1, [guess])
-                add(node, context.within((guess,), rest), Ngram.name)
-            tip = add(tip, islice(chain, len(tree) - size), chained)
-        add(tip, chain, chained)
+            if guess_match := index.match([*tail, guess]):
+                branch = index.continuation(guess_match, branch_length(rank) - 1, [guess])
+                add(node, context.within((guess,), branch), Ngram.name)
+            tip = add(tip, islice(chain, len(tree) - size), chain_source)
+        add(tip, chain, chain_source)
         return tree

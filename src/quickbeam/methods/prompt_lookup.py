@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.ngram import MAX_N, Ngram
 from quickbeam.methods.acceptance import AcceptanceModel
-from quickbeam.methods.base import Growth, Method, without_calls
+from quickbeam.methods.base import Method, ProposalSteps, without_calls
 from quickbeam.methods.free import FreeCandidates, free_tree
 from quickbeam.tree import TokenTree
 
-LENGTH = 10  # tokens of the chain, as elsewhere (transformers' `num_output_tokens`)
+LENGTH = 10  # tokens of the chain, as in transformers (`num_output_tokens`)
 
 
 def graft(
@@ -38,15 +38,17 @@ class PromptLookup(Method):
     It drafts `LENGTH` tokens at most; where nodes have costs, those that are worth them.
     """
 
-    priced = True
+    uses_cost_model = True
 
     def __init__(self, ngram: Ngram) -> None:
-        self.sources, self.model = (ngram,), AcceptanceModel()
+        self.sources = (ngram,)
+        self.model = AcceptanceModel()
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         if context.node_costs is not None:
             return free_tree(context, budget, max_depth, self.model, FreeCandidates(context))
-        tree, index = TokenTree(context.ids[-1]), context.states[Ngram.name]
+        tree = TokenTree(context.ids[-1])
+        index = context.states[Ngram.name]
         match = index.match(context.ids[-MAX_N:])
         wanted = min(LENGTH, budget - 1, max_depth)
         if match and wanted > 0:

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.methods.acceptance import (
     LIFT,
     AcceptanceModel,
+    CandidateFeatures,
     Estimate,
-    Evidence,
-    drafted,
+    drafted_features,
 )
-from quickbeam.methods.base import Grown, Growth
-from quickbeam.methods.children import ROUNDING, proposals
+from quickbeam.methods.base import Proposal, ProposalSteps
+from quickbeam.methods.children import ROUNDING, likeliest_children
 from quickbeam.noise import Row
 from quickbeam.tree import TokenTree
 
@@ -42,9 +41,9 @@ class Candidate:
     - `rate`: the estimated probability that the token is accepted if its parent is.
     - `value`: the product of the rates along the path.
     - `number`: in the order of discovery.
-    - `evidence`: what its rate was estimated from, one for each source that proposed it.
+    - `features`: what its rate was estimated from, one for each source that proposed it.
     - `probability`: the drafter's, if it was one of them.
-    - `place`: its node in the drafter's tree, once the drafter was asked about it.
+    - `draft_node`: its node in the drafter's tree, once the drafter was asked about it.
     """
 
     token: int
@@ -53,12 +52,12 @@ class Candidate:
     rate: float = 1.0
     number: int = 0
     probability: float | None = None
-    evidence: list[Evidence] = field(default_factory=list)
+    features: list[CandidateFeatures] = field(default_factory=list)
     depth: int = 0
     value: float = 1.0
     path: tuple[int, ...] = ()
     children: dict[int, Candidate] = field(default_factory=dict)
-    place: int | None = None
+    draft_node: int | None = None
 
     def revalue(self, rate: float) -> None:
         """Set the rate, and the values of all paths through this one."""
@@ -74,9 +73,9 @@ class Search:
     The drafter sees a tree of its own, of the paths that it was asked about only. A token that a
     grammar forces is as likely as the token before it.
 
-    Where the context has costs of nodes, a path is also kept only if its value exceeds that of its
-    node. `estimate(rank, probability, confidence)` is the evidence of a drafter's proposal. Without
-    a drafter, candidates are entered from elsewhere alone.
+    Where the context has costs of nodes, a path is kept only if its value exceeds the cost of its
+    node, too. `estimate(rank, probability, confidence)` returns the features of a drafter's
+    proposal. Without a drafter there are only free candidates.
     """
 
     def __init__(
@@ -86,15 +85,18 @@ class Search:
         size: int,
         max_depth: int,
         model: AcceptanceModel,
-        estimate: Estimate = drafted,
+        estimate: Estimate = drafted_features,
     ) -> None:
         self.estimate = estimate
-        self.name, self.one_call = (drafter.name, drafter.one_call) if drafter else ("", True)
-        self.context, self.max_depth = context, max_depth
+        self.name = drafter.name if drafter else ""
+        self.one_call = drafter.one_call if drafter else True
+        self.context = context
+        self.max_depth = max_depth
         self.size = size if max_depth > 0 else 0
-        self.model, self.costed = model, context.node_costs is not None
+        self.model = model
+        self.costed = context.node_costs is not None
         self.wide = size > WIDE
-        self.root = Candidate(context.ids[-1], None, "root", place=0)
+        self.root = Candidate(context.ids[-1], None, "root", draft_node=0)
         self.best: list[Candidate] = []
         self.candidates: list[Candidate] = []
         self._drafted = TokenTree(context.ids[-1])
@@ -103,31 +105,34 @@ class Search:
     def rank(self) -> None:
         """Choose `best` anew from all candidates.
 
-        Paths no likelier than `_floor` add no node, but can still replace a less likely path.
+        Paths no likelier than `_next_node_cost` add no node. They can still replace a less likely
+        path.
         """
-        self.candidates.sort(key=lambda one: (-one.value, one.number))
-        self.best, self._floor = self.candidates[: self.size], 0.0
+        self.candidates.sort(key=lambda candidate: (-candidate.value, candidate.number))
+        self.best = self.candidates[: self.size]
+        self._next_node_cost = 0.0
         if self.costed:
-            cost, kept = self.context.node_cost, 0
+            cost = self.context.node_cost
+            kept = 0
             while kept < len(self.best) and self.best[kept].value > cost(kept + 1):
                 kept += 1
             del self.best[kept:]
-            self._floor = cost(kept + 1)
+            self._next_node_cost = cost(kept + 1)
 
     @property
-    def worst(self) -> float:
+    def admission_value(self) -> float:
         """The value that a path must exceed to get in."""
         if not self.best:
-            return self._floor
+            return self._next_node_cost
         last = self.best[-1].value
-        return last if len(self.best) == self.size else min(last, self._floor)
+        return last if len(self.best) == self.size else min(last, self._next_node_cost)
 
     def below_cost(self, value: float, nodes: int) -> bool:
-        """Whether a path is not worth its node if at least `nodes - 1` likelier ones are found.
+        """Whether a path is not worth its node if there are at least `nodes - 1` likelier ones.
 
-        Its likelier siblings and all that is on the way to it are such paths, so most paths need
-        not be entered at all. (Siblings count as likelier by their rank. Observed rates may turn
-        two estimates around; one such path may then be missed.)
+        Its likelier siblings and its ancestors are such paths, so most paths need not be entered at
+        all. (Siblings count as likelier by their rank. Observed rates may turn two estimates
+        around; one such path may then be missed.)
         """
         return self.costed and value <= self.context.node_cost(nodes)
 
@@ -137,43 +142,55 @@ class Search:
         token: int,
         source: str,
         rate: float,
-        evidence: Sequence[Evidence] = (),
+        features: Sequence[CandidateFeatures] = (),
         probability: float | None = None,
     ) -> Candidate:
         """Enter the path that continues `parent` with `token`."""
-        number, path = len(self.candidates) + 1, (*parent.path, token)
-        depth, value = parent.depth + 1, parent.value * rate
-        one = Candidate(
-            token, parent, source, rate, number, probability, list(evidence), depth, value, path
+        candidate = Candidate(
+            token=token,
+            parent=parent,
+            source=source,
+            rate=rate,
+            number=len(self.candidates) + 1,
+            probability=probability,
+            features=list(features),
+            depth=parent.depth + 1,
+            value=parent.value * rate,
+            path=(*parent.path, token),
         )
-        parent.children[token] = one
-        self.candidates.append(one)
-        return one
+        parent.children[token] = candidate
+        self.candidates.append(candidate)
+        return candidate
 
-    def worth(self, one: Candidate) -> float:
-        """Return the probability that asking about `one` is of use.
+    def worth(self, candidate: Candidate) -> float:
+        """Return the probability that asking about `candidate` is of use.
 
-        Which is that `one` is reached and no known child accepted; 0 if a grammar leaves no choice.
+        That is that it is reached, and that none of the children it has is accepted. It is 0 if a
+        grammar leaves no choice.
         """
-        if self.context.forced(one.path) is not None:
+        if self.context.forced(candidate.path) is not None:
             return 0.0
-        known = 0.0 if self.wide else sum(child.rate for child in one.children.values())
-        return one.value * max(0.0, 1 - known)
+        entered = 0.0
+        if not self.wide:
+            entered = sum(child.rate for child in candidate.children.values())
+        return candidate.value * max(0.0, 1 - entered)
 
     def open(self) -> list[Candidate]:
         """Return the paths to ask the drafter about next; see `CHILD_SHARE` and `FRACTION`."""
-        worst = self.worst
+        admission_value = self.admission_value
+        # if `best` is full, nothing below its last path can get in
         paths = [
-            one
-            # if all places are taken, nothing below the last path can get one
-            for one in self.best[: self.size - 1]
-            if one.value * CHILD_SHARE > worst
-            and one.place is None
-            and one.parent is not None
-            and one.parent.place is not None
-            and one.depth < self.max_depth
+            candidate
+            for candidate in self.best[: self.size - 1]
+            if candidate.value * CHILD_SHARE > admission_value and self._can_ask(candidate)
         ]
-        return [one for one in paths if one.value >= FRACTION * paths[0].value]
+        return [candidate for candidate in paths if candidate.value >= FRACTION * paths[0].value]
+
+    def _can_ask(self, candidate: Candidate) -> bool:
+        """Whether a path can be asked about: its parent was, and it was not."""
+        parent = candidate.parent
+        parent_asked = parent is not None and parent.draft_node is not None
+        return parent_asked and candidate.draft_node is None and candidate.depth < self.max_depth
 
     def ask(
         self, paths: Sequence[Candidate], width: int | None = None, gain: float = float("inf")
@@ -183,117 +200,139 @@ class Search:
         `paths` is the root at first, later some of `best`. `gain` is the number of tokens expected
         from the call. Returns False if the call was not worth its time.
         """
-        for one in paths:
-            if one.parent is not None:
-                assert one.parent.place is not None
-                parent = one.parent.place
-                one.place = self._drafted.add(parent, one.token, self.name, one.value)
-        worst = self.worst
+        nodes = [self._draft_node(path) for path in paths]
+        admission_value = self.admission_value
         # for each of `paths`, what a child's probability must exceed for its path to get in
-        least = [ROUNDING * worst / (LIFT * one.value) for one in paths]
-        places = [one.place for one in paths if one.place is not None]
-        answer = yield DraftRequest(self.context, self._drafted, places, gain)
+        min_probs = [ROUNDING * admission_value / (LIFT * path.value) for path in paths]
+        answer = yield DraftRequest(self.context, self._drafted, nodes, gain)
         if answer is None:
             return False
         count = min(width or self.size, self.size)
-        rows = proposals(self.context, answer, [one.depth for one in paths], count, least)
-        for i, (one, row) in enumerate(zip(paths, rows, strict=True)):
+        depths = [path.depth for path in paths]
+        rows = likeliest_children(self.context, answer, depths, count, min_probs)
+        for i, (path, row) in enumerate(zip(paths, rows, strict=True)):
             token = answer.forced.get(i)
             if token is None:
                 confidence = answer.confidence[i] if answer.confidence else None
-                self._take(one, row, worst, confidence)
-            elif token not in one.children and one.value > worst:
-                self.enter(one, token, GRAMMAR, 1.0)
+                self._enter_children(path, row, admission_value, confidence)
+            elif token not in path.children and path.value > admission_value:
+                self.enter(path, token, GRAMMAR, 1.0)
         return True
 
-    def _take(self, parent: Candidate, row: Row, worst: float, confidence: float | None) -> None:
+    def _draft_node(self, path: Candidate) -> int:
+        """Return the path's node in the drafter's tree, which it is added to."""
+        if path.parent is not None:
+            assert path.parent.draft_node is not None
+            path.draft_node = self._drafted.add(
+                path.parent.draft_node, path.token, self.name, path.value
+            )
+        assert path.draft_node is not None
+        return path.draft_node
+
+    def _enter_children(
+        self, parent: Candidate, row: Row, admission_value: float, confidence: float | None
+    ) -> None:
         """Enter the drafter's tokens after `parent`, the likeliest first.
 
         A token that is below `parent` already stays one child. Its rate is the larger of two
-        estimates: that from the drafter's, and its own given the drafter's answer. The drafter's
-        other tokens share the rest.
+        estimates: that from the drafter's probability, and that of the free candidate given the
+        drafter's answer. The drafter's other tokens share what is left.
         """
-        model, known, share = self.model, parent.children, 1.0
-        if known:
-            share = self._merge(parent, row, confidence)
+        share = self._correct_children(parent, row, confidence) if parent.children else 1.0
         for rank, (token, probability) in enumerate(zip(*row, strict=True)):
-            if token in known:
+            if token in parent.children:
                 continue
-            evidence = self.estimate(rank, probability, confidence)
-            rate = model.rate(evidence) * share
+            features = self.estimate(rank, probability, confidence)
+            rate = self.model.rate(features) * share
             value = parent.value * rate
-            if value <= worst or self.below_cost(value, parent.depth + 1 + rank):
+            if value <= admission_value or self.below_cost(value, parent.depth + 1 + rank):
                 break
-            self.enter(parent, token, self.name, rate, (evidence,), probability)
+            self.enter(parent, token, self.name, rate, (features,), probability)
 
-    def _merge(self, parent: Candidate, row: Row, confidence: float | None) -> float:
+    def _correct_children(self, parent: Candidate, row: Row, confidence: float | None) -> float:
         """Correct the rates of the children that `parent` has by the drafter's answer.
 
         Returns by what the rates of the drafter's other tokens are multiplied.
         """
         tokens, probabilities = row
-        theirs, both = 0.0, 0.0
+        drafter_sum = 0.0
+        rate_sum = 0.0
         for token, child in parent.children.items():
-            rate = 0.0
+            drafter_rate = 0.0
             if token in tokens:
                 rank = tokens.index(token)
                 child.probability = probabilities[rank]
-                evidence = self.estimate(rank, child.probability, confidence)
-                rate = min(self.model.rate(evidence), 1 - 1e-6)
-                theirs += rate
-            own = child.rate
-            if tokens and child.evidence:
-                child.evidence[0] = child.evidence[0].given(tokens[0] == token)
-                own = self.model.rate(child.evidence[0])
-            if rate:
-                child.evidence.append(evidence)
-            child.revalue(max(rate, own))
-            both += child.rate
-        return max(0.0, 1 - both) / max(1e-6, 1 - theirs)
+                drafter_features = self.estimate(rank, child.probability, confidence)
+                drafter_rate = min(self.model.rate(drafter_features), 1 - 1e-6)
+                drafter_sum += drafter_rate
+            free_rate = child.rate
+            if tokens and child.features:
+                child.features[0] = child.features[0].after_drafter(first_choice=tokens[0] == token)
+                free_rate = self.model.rate(child.features[0])
+            if drafter_rate:
+                child.features.append(drafter_features)
+            child.revalue(max(drafter_rate, free_rate))
+            rate_sum += child.rate
+        return max(0.0, 1 - rate_sum) / max(1e-6, 1 - drafter_sum)
 
     def tree(self) -> TokenTree:
         """Return the tree of the root and `best`: node i is `best[i - 1]`."""
-        tree, place = TokenTree(self.root.token), {0: 0}
-        for one in self.best:
-            assert one.parent is not None
-            parent, own = place[one.parent.number], one.probability
-            own = one.rate if own is None else own
-            place[one.number] = tree.add(parent, one.token, one.source, one.value, probability=own)
+        tree = TokenTree(self.root.token)
+        nodes = {self.root.number: 0}  # by number of a candidate
+        for path in self.best:
+            assert path.parent is not None
+            nodes[path.number] = tree.add(
+                nodes[path.parent.number],
+                path.token,
+                path.source,
+                path.value,
+                probability=path.rate if path.probability is None else path.probability,
+            )
         return tree
 
 
-def best_first(search: Search, propose: Callable[[Search], None] = Search.rank) -> Growth:
+def best_first(search: Search, add_free: Callable[[Search], None] = Search.rank) -> ProposalSteps:
     """Ask the drafter about likely paths until none is left that could add a node.
 
-    `propose` enters candidates without a call: below the root, and below `search.best` after calls.
+    `add_free` enters free candidates: below the root, and below `search.best` after calls.
 
     Where nodes have costs, no call is made that is expected to give fewer tokens than it costs. (A
     block drafter's first call is the only one that costs anything.) Then the search's model learns
     from the verified tree what calls bring.
     """
-    asked, paths = 0.0, [search.root] if search.size > 0 else []
+    asked = 0.0  # see `AcceptanceModel.observe_calls`
+    paths = [search.root] if search.size > 0 else []
     explore = search.context.explore
-    propose(search)
+    add_free(search)
     while paths:
-        worths = [search.worth(one) for one in paths]
-        free = not search.costed or explore or (asked > 0 and search.one_call)
-        gain = float("inf") if free else _gain(search, worths)
-        if not (yield from search.ask(paths, gain=gain)):
+        worths = [search.worth(path) for path in paths]
+        any_gain = not search.costed or explore or (asked > 0 and search.one_call)
+        gain = float("inf") if any_gain else _gain(search, worths)
+        answered = yield from search.ask(paths, gain=gain)
+        if not answered:
             break
         # forced tokens took no call, so exploring is still to come
         explore = explore and not sum(worths)
         if not (asked and search.one_call):  # what a call brings is counted by the calls
             asked += sum(worths)
         search.rank()
-        propose(search)
+        add_free(search)
         paths = search.open()
-    return Grown(search.tree(), partial(_learn, search, asked if search.costed else 0.0))
+
+    def learn(tree: TokenTree, path: Sequence[int]) -> None:
+        observe(search, tree, path)
+        if search.costed and asked:
+            added = sum(search.wide or tree.source[node] == search.name for node in path[1:])
+            search.model.observe_calls(added, asked)
+
+    return Proposal(search.tree(), learn)
 
 
 def _gain(search: Search, worths: Sequence[float]) -> float:
     """Return the tokens expected from asking about nodes, less the cost of a node for each."""
-    accepted, node = search.model.accepted_per_asked, search.worst
-    return sum(max(0.0, worth * accepted - node) for worth in worths)
+    accepted = search.model.accepted_per_asked
+    cost = search.admission_value
+    return sum(max(0.0, worth * accepted - cost) for worth in worths)
 
 
 def observe(search: Search, tree: TokenTree, path: Sequence[int]) -> None:
@@ -303,14 +342,7 @@ def observe(search: Search, tree: TokenTree, path: Sequence[int]) -> None:
     """
     for node, accepted in zip_longest(path, path[1:]):
         for child in tree.children[node].values():
-            # forced runs may follow the search's own nodes
-            for evidence in search.best[child - 1].evidence if child <= len(search.best) else ():
-                search.model.observe(evidence, child == accepted)
-
-
-def _learn(search: Search, asked: float, tree: TokenTree, path: Sequence[int]) -> None:
-    """Learn from a verified tree. `asked`: see `AcceptanceModel.observe_calls`; 0: of no calls."""
-    observe(search, tree, path)
-    if asked:
-        added = sum(search.wide or tree.source[node] == search.name for node in path[1:])
-        search.model.observe_calls(added, asked)
+            if child > len(search.best):  # forced tokens may follow the search's own nodes
+                continue
+            for features in search.best[child - 1].features:
+                search.model.observe(features, child == accepted)

@@ -11,7 +11,7 @@ from itertools import zip_longest
 import numpy as np
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter
-from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.methods.base import Method, Proposal, ProposalSteps
 from quickbeam.methods.children import add_child, ask
 from quickbeam.tree import TokenTree
 
@@ -42,14 +42,15 @@ class Shapes:
         # by depth, by child, by nodes shared among the children up to it: the nodes it gets
         self._share: list[list[np.ndarray]] = [[]]
         size = np.arange(nodes + 1)
-        rest = size[:, None] - size[None, :]
-        possible = (rest >= 0) & (size[None, :] > 0)
+        # by nodes shared, then by those of the child: the nodes that its earlier siblings get
+        remaining = size[:, None] - size[None, :]
+        possible = (remaining >= 0) & (size[None, :] > 0)
         while len(self._best) < nodes:
-            tables, shares = [np.zeros(nodes + 1)], list[np.ndarray]()
+            tables = [np.zeros(nodes + 1)]
+            shares = list[np.ndarray]()
             for rate in acceptance:
-                value = np.where(
-                    possible, tables[-1][rest] + rate * self._best[-1][None, :], -np.inf
-                )
+                value = tables[-1][remaining] + rate * self._best[-1][None, :]
+                value = np.where(possible, value, -np.inf)
                 shares.append(value.argmax(1))
                 tables.append(value.max(1))
             below = np.stack(tables)[:, :-1]
@@ -62,16 +63,19 @@ class Shapes:
     def shape(self, nodes: int, depth: int) -> Shape:
         """Return the shape of the best tree of at most `nodes` nodes and at most `depth`."""
         children: Shape = [[]]
-        room = [(nodes, min(depth, len(self._best) - 1))]  # nodes and depth of each node's subtree
-        for node, (size, deep) in enumerate(room):  # `room` grows in this loop
-            left, shares = size - 1, []
-            for b in range(self._width[deep][size], 0, -1):
-                shares.append(int(self._share[deep][b - 1][left]))
-                left -= shares[-1]
+        # nodes and depth of each node's subtree; subtrees are added in the loop
+        subtrees = [(nodes, min(depth, len(self._best) - 1))]
+        for node, (size, max_depth) in enumerate(subtrees):
+            left = size - 1
+            shares = list[int]()
+            for b in range(self._width[max_depth][size], 0, -1):
+                share = int(self._share[max_depth][b - 1][left])
+                shares.append(share)
+                left -= share
             for share in reversed(shares):
-                children[node].append(len(room))
+                children[node].append(len(subtrees))
                 children.append([])
-                room.append((share, deep - 1))
+                subtrees.append((share, max_depth - 1))
         return children
 
 
@@ -87,7 +91,8 @@ class Sequoia(Method):
     TRUST = 16  # how many observed nodes the generic vector counts for
 
     def __init__(self, drafter: Drafter, acceptance: Sequence[float] | None = None) -> None:
-        self.drafter, self.sources = drafter, (drafter,)
+        self.drafter = drafter
+        self.sources = (drafter,)
         self.acceptance = tuple(acceptance or GENERIC)
         self._learns = acceptance is None
         self._accepted = [self.TRUST * rate for rate in self.acceptance]
@@ -97,25 +102,25 @@ class Sequoia(Method):
         self._shapes: Shapes | None = None
         self._nodes = 0
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         if self._shapes is None or budget > self._nodes:
-            self._shapes, self._nodes = Shapes(self.acceptance, budget), budget
+            self._shapes = Shapes(self.acceptance, budget)
+            self._nodes = budget
         shape = self._shapes.shape(budget, max_depth)
-        # place: the tree's node for each filled node of the shape
-        tree, place = TokenTree(context.ids[-1]), {0: 0}
+        tree = TokenTree(context.ids[-1])
+        nodes = {0: 0}  # the tree's node for each filled node of the shape
         layer = [0]
-        while parents := [spot for spot in layer if spot in place and shape[spot]]:
-            nodes = [place[spot] for spot in parents]
-            widest = max(len(shape[spot]) for spot in parents)
-            answer = yield from ask(context, tree, nodes, widest)
-            for spot, children in zip(parents, answer, strict=True):
-                for child in shape[spot]:
-                    node = add_child(tree, place[spot], children, self.drafter)
+        while parents := [parent for parent in layer if parent in nodes and shape[parent]]:
+            widest = max(len(shape[parent]) for parent in parents)
+            answer = yield from ask(context, tree, [nodes[parent] for parent in parents], widest)
+            for parent, children in zip(parents, answer, strict=True):
+                for child in shape[parent]:
+                    node = add_child(tree, nodes[parent], children, self.drafter)
                     if node is None:
                         break
-                    place[child] = node
-            layer = [child for spot in parents for child in shape[spot]]
-        return Grown(tree, self._verified)
+                    nodes[child] = node
+            layer = [child for parent in parents for child in shape[parent]]
+        return Proposal(tree, self._verified)
 
     def _verified(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Count which children were tried and which were accepted."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quickbeam.drafters.base import Context, Drafter
-from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.methods.base import Method, Proposal, ProposalSteps
 from quickbeam.methods.children import add_child, ask
 from quickbeam.tree import TokenTree
 
@@ -11,21 +11,25 @@ from quickbeam.tree import TokenTree
 class SpecInfer(Method):
     """`branches` that part at the root and grow by a token each with every call of the drafter.
 
-    They grow until the budget is used up. One branch is plain speculative decoding (2211.17192,
+    This goes on until the budget is used up. One branch is plain speculative decoding (2211.17192,
     2302.01318). Several are SpecInfer (2305.09781), in the form that DySpec and Sequoia compare
     with. First tokens are drawn without replacement, so that no two branches are the same. Nodes
     come layer by layer.
     """
 
     def __init__(self, drafter: Drafter, branches: int = 3) -> None:
-        self.drafter, self.sources, self.branches = drafter, (drafter,), branches
+        self.drafter = drafter
+        self.sources = (drafter,)
+        self.branches = branches
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         tree = TokenTree(context.ids[-1])
-        tips, width = [0], self.branches
+        tips = [0]
+        width = self.branches  # children of each tip: all branches part at the root
         for _ in range(max_depth):
             free = budget - len(tree)
-            tips, width = tips[:free], min(width, free)
+            tips = tips[:free]
+            width = min(width, free)
             if not tips:
                 break
             answer = yield from ask(context, tree, tips, width)
@@ -34,8 +38,9 @@ class SpecInfer(Method):
                 for tip, children in zip(tips, answer, strict=True)
                 for _ in range(width)
             ]
-            tips, width = [node for node in nodes if node is not None], 1
-        return Grown(tree)
+            tips = [node for node in nodes if node is not None]
+            width = 1
+        return Proposal(tree)
 
 
 def chain(drafter: Drafter) -> SpecInfer:

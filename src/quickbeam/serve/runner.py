@@ -91,7 +91,7 @@ class Runner:
         if self.settings.default_temperature is not None:
             self.defaults["temperature"] = self.settings.default_temperature
         logger.info("sampling of requests that don't say: %s", self.defaults)
-        self.gate.max_running = llm.engine.scheduler.most
+        self.gate.max_running = llm.engine.scheduler.max_running
         self.metrics.watch(llm.engine, lambda: self.heartbeat)
         if self.gate.phase == "starting":
             self.gate.phase = "ready"
@@ -212,7 +212,7 @@ class Runner:
     @property
     def heartbeat(self) -> float:
         """Seconds since the engine's thread began its latest step; 0 while it is idle."""
-        return 0.0 if self._aio is None else self._aio.llm.thread.silence
+        return 0.0 if self._aio is None else self._aio.llm.thread.seconds_since_step
 
     @property
     def unhealthy_reason(self) -> str | None:
@@ -221,11 +221,11 @@ class Runner:
             return self.gate.phase
         if not self.alive:
             return "the engine's thread has ended"
-        silence = self.heartbeat
+        seconds_since_step = self.heartbeat
         limit = self.settings.heartbeat_limit
-        if silence <= limit:
+        if seconds_since_step <= limit:
             return None
-        return f"the engine has been silent for {silence:.1f} s (limit {limit:g})"
+        return f"the engine has been silent for {seconds_since_step:.1f} s (limit {limit:g})"
 
     async def drain(self) -> bool:
         """Refuse new requests; return whether those under way finish in `drain_timeout` seconds."""

@@ -358,7 +358,7 @@ class Writer:
 
     def __iter__(self) -> Iterator[ConversationTokens]:
         # each turn is a request; the prefix cache holds what stands before it
-        engine = Engine(self._model, most=self._slots)
+        engine = Engine(self._model, max_running=self._slots)
         running = dict[SequenceState, Dialogue]()
         done = 0
         try:

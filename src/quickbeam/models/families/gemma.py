@@ -1,11 +1,12 @@
 """Gemma 1 to 4, text, and VaultGemma: embeddings times the root of their width; and Muse Glimmer.
 
-Gemma 4 has shared keys and values, angles of part of a head, per-layer inputs, and experts beside a
-dense feed-forward.
+Gemma 4 has shared keys and values, angles of part of a head, per-layer inputs, and experts that run
+in parallel with a dense feed-forward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,19 +14,20 @@ import torch
 from quickbeam.models.families.reading import (
     AROUND,
     Config,
-    Names,
+    NormNames,
     NotDescribed,
     activation,
     attention,
     decoder,
     experts,
     gated,
-    head_dim,
+    head_dim_of,
     head_norms,
     layer_of,
-    rms,
-    rotary_dim,
-    tensors,
+    linear,
+    rms_norms,
+    rotary_dim_of,
+    stacked,
 )
 from quickbeam.models.stack import (
     Attention,
@@ -40,196 +42,238 @@ from quickbeam.models.stack import (
 )
 
 
-def _scale(c: Config, width: int) -> float:
-    """Return the root of a width, which transformers rounds to the model's number format."""
-    return float(torch.tensor(width**0.5).to(c.number_format))
-
-
-def _stack(c: Config, layer: Any, **more: Any) -> Stack:
-    """Norms of 1 + weight."""
-    c.must("use_bidirectional_attention", False)
-    norm = rms(c, "model.norm", plus_one=True)
-    return decoder(c, layer, scale=_scale(c, c.hidden_size), norm=norm, **more)
-
-
-def gemma(c: Config) -> Stack:
-    c.ignore("hidden_activation")
+def gemma(config: Config) -> Stack:
+    config.ignore("hidden_activation")
+    norm = rms_norms(config.rms_norm_eps, plus_one=True)
 
     def layer(i: int) -> Layer:
-        mixer = attention(c, i, c.attention_bias)
-        return layer_of(c, i, mixer, gated(c, i), norm=lambda name: rms(c, name, plus_one=True))
+        mixer = attention(config, i, config.attention_bias)
+        return layer_of(config, i, mixer, gated(config, i), norm=norm)
 
-    return _stack(c, layer)
-
-
-def _normed(c: Config, i: int, names: Names = AROUND, **changes: Any) -> Layer:
-    """Return layer `i` of Gemma 2 or 3, whose norms are `names`."""
-    scaling, softcap = c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping
-    mixer = attention(c, i, c.attention_bias, scaling=scaling, softcap=softcap, **changes)
-    fed = gated(c, i, act=c.hidden_activation)
-    return layer_of(c, i, mixer, fed, names, lambda name: rms(c, name, plus_one=True))
+    return _scaled(config, layer)
 
 
-def gemma2(c: Config) -> Stack:
+def gemma2(config: Config) -> Stack:
     """Norms before and after, softcaps, a window in every other layer."""
-    c.ignore("hidden_act")
-    return _stack(c, lambda i: _normed(c, i), softcap=c.final_logit_softcapping)
+    config.ignore("hidden_act")
+    return _scaled(config, lambda i: _capped(config, i), config.final_logit_softcapping)
 
 
-def vaultgemma(c: Config) -> Stack:
+def vaultgemma(config: Config) -> Stack:
     """Gemma 2 without norms after."""
-    before = AROUND[:2]
-    return _stack(c, lambda i: _normed(c, i, before), softcap=c.final_logit_softcapping)
+    names = NormNames(*AROUND[:2])
+    return _scaled(config, lambda i: _capped(config, i, names), config.final_logit_softcapping)
 
 
-def gemma3(c: Config) -> Stack:
-    """Norms of queries and keys, and angles of their own for the layers with a window."""
+def gemma3(config: Config) -> Stack:
+    """Norms of queries and keys, and layers with a window have other angles."""
     # `layer_types` follows from them
-    c.ignore("_sliding_window_pattern sliding_window_pattern")
+    config.ignore("_sliding_window_pattern sliding_window_pattern")
+    norm = rms_norms(config.rms_norm_eps, plus_one=True)
 
     def layer(i: int) -> Layer:
-        kind, norms = c.layer_types[i], head_norms(c, i, plus_one=True)
-        return _normed(c, i, norms=norms, rotary=Rotary(kind), kind=kind)
+        rotary = Rotary(config.layer_types[i])
+        return _capped(config, i, rotary=rotary, norms=head_norms(config, i, norm=norm))
 
-    return _stack(c, layer, softcap=c.final_logit_softcapping)
+    return _scaled(config, layer, config.final_logit_softcapping)
 
 
-def muse_glimmer(c: Config) -> Stack:
+def _capped(config: Config, i: int, names: NormNames = AROUND, **changes: Any) -> Layer:
+    """Return layer `i` of Gemma 2 or 3.
+
+    `names`: of its norms. `changes`: other fields of its attention.
+    """
+    mixer = attention(
+        config,
+        i,
+        config.attention_bias,
+        scaling=config.query_pre_attn_scalar**-0.5,
+        softcap=config.attn_logit_softcapping,
+        **changes,
+    )
+    feed_forward = gated(config, i, act=config.hidden_activation)
+    norm = rms_norms(config.rms_norm_eps, plus_one=True)
+    return layer_of(config, i, mixer, feed_forward, names, norm)
+
+
+def _scaled(config: Config, layer: Callable[[int], Layer], softcap: float | None = None) -> Stack:
+    """Return a stack of scaled embeddings and a last norm of 1 + weight."""
+    config.must("use_bidirectional_attention", False)
+    norm = rms_norms(config.rms_norm_eps, plus_one=True)("model.norm")
+    return decoder(config, layer, norm, scale=_root(config, config.hidden_size), softcap=softcap)
+
+
+def _root(config: Config, width: int) -> float:
+    """Return the root of a width, which transformers rounds to the model's number format."""
+    return float(torch.tensor(width**0.5).to(config.number_format))
+
+
+def muse_glimmer(config: Config) -> Stack:
     """Normed embeddings, gates of what attention gives, and no angles in layers without a window.
 
     Queries are taken times `qk_scale_factor` behind their norm, as the scores are here.
     """
-    c.must("attention_bias", False)
-    unweighted, dim = Norm((), float(c.rms_norm_eps)), head_dim(c)
+    config.must("attention_bias", False)
+    unweighted = Norm((), float(config.rms_norm_eps))
+    scaling = head_dim_of(config) ** -0.5 * float(config.qk_scale_factor)
 
-    def norm(name: str) -> Norm:
-        epsilon = c.post_norm_eps if ".post_" in name else c.rms_norm_eps
-        return Norm((f"{name}.weight",), float(epsilon), plus_one=True)
+    def norm(module: str) -> Norm:
+        epsilon = config.post_norm_eps if ".post_" in module else config.rms_norm_eps
+        return rms_norms(epsilon, plus_one=True)(module)
 
     def layer(i: int) -> Layer:
-        at = f"model.layers.{i}.self_attn"
+        prefix = f"model.layers.{i}.self_attn"
         mixer = attention(
-            c,
+            config,
             i,
-            qkv=tensors(*(f"{at}.{name}_proj" for name in ("q", "k", "v", "gate"))),
+            rotary=Rotary() if float(config.layer_rope_theta[i]) else None,
+            qkv=stacked(prefix, "q_proj", "k_proj", "v_proj", "gate_proj"),
             norms=(unweighted, unweighted),
             gated=True,
-            scaling=dim**-0.5 * float(c.qk_scale_factor),
-            rotary=Rotary() if float(c.layer_rope_theta[i]) else None,
+            scaling=scaling,
         )
-        return layer_of(c, i, mixer, gated(c, i, act=c.hidden_activation), AROUND, norm)
+        feed_forward = gated(config, i, act=config.hidden_activation)
+        return layer_of(config, i, mixer, feed_forward, AROUND, norm)
 
-    of_logits = float(c.output_multiplier), float(c.final_logit_softcapping)
-    how = {"head_scale": of_logits[0], "softcap": of_logits[1]}
-    return decoder(c, layer, embedding_norm=unweighted, **how)
-
-
-def gemma4(c: Config) -> Stack:
-    c.must("use_bidirectional_attention", "vision")  # then images alone are seen from both sides
-    c.ignore("expert_intermediate_size use_double_wide_mlp")  # the weights say it
-    shared = [i for i in range(c.num_hidden_layers) if _source(c, i) is not None]
     return decoder(
-        c,
-        lambda i: _layer(c, i),
-        scale=_scale(c, c.hidden_size),
-        softcap=c.get("final_logit_softcapping"),
-        per_layer=_per_layer(c),
+        config,
+        layer,
+        embedding_norm=unweighted,
+        head_scale=float(config.output_multiplier),
+        softcap=float(config.final_logit_softcapping),
+    )
+
+
+def gemma4(config: Config) -> Stack:
+    config.must("use_bidirectional_attention", "vision")  # then text alone is read as usual
+    config.ignore("expert_intermediate_size use_double_wide_mlp")  # the weights say it
+    sharing = [i for i in range(config.num_hidden_layers) if _source(config, i) is not None]
+    return decoder(
+        config,
+        lambda i: _gemma4_layer(config, i),
+        scale=_root(config, config.hidden_size),
+        softcap=config.get("final_logit_softcapping"),
+        per_layer=_per_layer_inputs(config),
         unread=tuple(
             f"model.layers.{i}.self_attn.{name}.weight"
-            for i in shared
+            for i in sharing
             for name in ("k_proj", "v_proj", "k_norm", "v_norm")
         ),
     )
 
 
-def _per_layer(c: Config) -> PerLayerInputs | None:
-    if not (width := c.hidden_size_per_layer_input):
-        c.ignore("vocab_size_per_layer_input")
-        return None
-    if c.vocab_size_per_layer_input < c.vocab_size:
-        raise NotDescribed(f"vocab_size_per_layer_input={c.vocab_size_per_layer_input}")
-    return PerLayerInputs(
-        "model.embed_tokens_per_layer.weight",
-        _scale(c, width),
-        tensors("model.per_layer_model_projection"),
-        c.hidden_size**-0.5,
-        rms(c, "model.per_layer_projection_norm"),
-        width,
-        2**-0.5,
+def _gemma4_layer(config: Config, i: int) -> Layer:
+    prefix, act = f"model.layers.{i}", config.hidden_activation
+    parallel_experts, per_layer = None, None
+    if config.enable_moe_block:
+        parallel_experts = _parallel_experts(config, i)
+    else:
+        config.ignore("num_experts top_k_experts moe_intermediate_size")
+    if config.hidden_size_per_layer_input:
+        per_layer = PerLayerInput(
+            gate=linear(f"{prefix}.per_layer_input_gate"),
+            activation=activation(act),
+            out=linear(f"{prefix}.per_layer_projection"),
+            after=rms_norms(config.rms_norm_eps)(f"{prefix}.post_per_layer_input_norm"),
+        )
+    return layer_of(
+        config,
+        i,
+        _gemma4_attention(config, i),
+        gated(config, i, act=act),
+        AROUND,
+        parallel_experts=parallel_experts,
+        per_layer=per_layer,
+        scalar=f"{prefix}.layer_scalar",
     )
 
 
-def _source(c: Config, i: int) -> int | None:
-    """Return the layer whose keys and values layer `i` reads: the last of its kind with its own.
-
-    An assistant's are layers of its target, `_kv_layers` by kind (`drafters/assistant.py`).
-    """
-    if (of_target := c.get("_kv_layers")) is not None:
-        return int(of_target[c.layer_types[i]])
-    first = c.num_hidden_layers - c.num_kv_shared_layers
-    if i < first:
-        return None
-    own = [j for j in range(first) if c.layer_types[j] == c.layer_types[i]]
-    if not own:
-        raise NotDescribed("layers whose keys and values are those of no layer")
-    return own[-1]
-
-
-def _attention(c: Config, i: int) -> Attention:
-    at, kind, source = f"model.layers.{i}.self_attn", c.layer_types[i], _source(c, i)
+def _gemma4_attention(config: Config, i: int) -> Attention:
+    prefix, kind = f"model.layers.{i}.self_attn", config.layer_types[i]
+    source = _source(config, i)
     if kind not in ("full_attention", "sliding_attention"):
         raise NotDescribed(f"a layer of kind {kind}")
-    of, full = c.layer(i), kind == "full_attention"
-    dim, kv_heads = of.head_dim, of.num_key_value_heads
-    both = bool(full and c.get("attention_k_eq_v"))
-    if full and not of.get("per_layer_config"):  # as published
-        dim = of.get("global_head_dim", 512)
-        kv_heads = (both and of.get("num_global_key_value_heads")) or kv_heads
-    names = ["q_proj"]
-    if source is None:
-        names += ["k_proj"] if both else ["k_proj", "v_proj"]
+    layer, full = config.layer(i), kind == "full_attention"
+    head_dim, kv_heads = layer.head_dim, layer.num_key_value_heads
+    values_are_keys = bool(full and config.get("attention_k_eq_v"))
+    if full and not layer.get("per_layer_config"):  # as published
+        head_dim = layer.get("global_head_dim", 512)
+        if values_are_keys:
+            kv_heads = layer.get("num_global_key_value_heads") or kv_heads
+    names = ["q_proj", "k_proj", "v_proj"]
+    if source is not None:
+        names = ["q_proj"]
+    elif values_are_keys:
+        names = ["q_proj", "k_proj"]
+    key_norm = "k_norm" if source is None else "q_norm"
     return Attention(
-        tensors(*(f"{at}.{name}" for name in names), bias=c.attention_bias),
-        tensors(f"{at}.o_proj", bias=c.attention_bias),
-        heads=c.num_attention_heads,
+        qkv=stacked(prefix, *names, bias=config.attention_bias),
+        out=linear(f"{prefix}.o_proj", bias=config.attention_bias),
+        heads=config.num_attention_heads,
         kv_heads=kv_heads,
-        head_dim=dim,
+        head_dim=head_dim,
         scaling=1.0,
-        window=None if full else c.sliding_window,
+        window=None if full else config.sliding_window,
         rotary=Rotary(kind),
-        rotary_dim=rotary_dim(c, dim, kind),
-        norms=(rms(c, f"{at}.q_norm"), rms(c, f"{at}.{'k_norm' if source is None else 'q_norm'}")),
+        rotary_dim=rotary_dim_of(config, head_dim, kind),
+        norms=head_norms(config, i, ("q_norm", key_norm)),
         value_norm=True,
-        values_are_keys=both and source is None,
+        values_are_keys=values_are_keys and source is None,
         source=source,
     )
 
 
-def _layer(c: Config, i: int) -> Layer:
-    at, act = f"model.layers.{i}", c.hidden_activation
-    more: dict[str, Any] = {"scalar": f"{at}.layer_scalar"}
-    if c.enable_moe_block:
-        more["parallel_experts"] = _parallel_experts(c, at, i)
-    else:
-        c.ignore("num_experts top_k_experts moe_intermediate_size")
-    if c.hidden_size_per_layer_input:
-        gate, out = (tensors(f"{at}.per_layer_{one}") for one in ("input_gate", "projection"))
-        norm = rms(c, f"{at}.post_per_layer_input_norm")
-        more["per_layer"] = PerLayerInput(gate, activation(act), out, norm)
-    return layer_of(c, i, _attention(c, i), gated(c, i, act=act), AROUND, **more)
+def _source(config: Config, i: int) -> int | None:
+    """Return the layer whose keys and values layer `i` reads; None for its own.
+
+    It is the last layer of the same kind that has keys and values. An assistant's are layers of its
+    target, `_kv_layers` by kind (`drafters/assistant.py`).
+    """
+    target_layers = config.get("_kv_layers")
+    if target_layers is not None:
+        return int(target_layers[config.layer_types[i]])
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    if i < first:
+        return None
+    sources = [j for j in range(first) if config.layer_types[j] == config.layer_types[i]]
+    if not sources:
+        raise NotDescribed("layers whose keys and values are those of no layer")
+    return sources[-1]
 
 
-def _parallel_experts(c: Config, at: str, i: int) -> ParallelExperts:
+def _parallel_experts(config: Config, i: int) -> ParallelExperts:
+    prefix = f"model.layers.{i}"
     routing = Routing(
-        tensors(f"{at}.router.proj"),
-        c.top_k_experts,
+        logits=linear(f"{prefix}.router.proj"),
+        top=config.top_k_experts,
         renormalised=True,
-        scale=f"{at}.router.per_expert_scale",
+        scale=f"{prefix}.router.per_expert_scale",
     )
-    chosen = experts(c, i, routing, c.num_experts, name="", act=c.hidden_activation)
-    router = Norm((f"{at}.router.scale",), c.rms_norm_eps, factor=c.hidden_size**-0.5)
+    norm = rms_norms(config.rms_norm_eps)
+    router_factor = config.hidden_size**-0.5
+    act = config.hidden_activation
+    return ParallelExperts(
+        experts=experts(config, i, routing, config.num_experts, name="", act=act),
+        before=norm(f"{prefix}.pre_feedforward_layernorm_2"),
+        router=Norm((f"{prefix}.router.scale",), config.rms_norm_eps, factor=router_factor),
+        after=norm(f"{prefix}.post_feedforward_layernorm_2"),
+        dense_after=norm(f"{prefix}.post_feedforward_layernorm_1"),
+    )
 
-    def norm(where: str, number: int) -> Norm:
-        return rms(c, f"{at}.{where}_feedforward_layernorm_{number}")
 
-    return ParallelExperts(chosen, norm("pre", 2), router, norm("post", 2), norm("post", 1))
+def _per_layer_inputs(config: Config) -> PerLayerInputs | None:
+    width = config.hidden_size_per_layer_input
+    if not width:
+        config.ignore("vocab_size_per_layer_input")
+        return None
+    if config.vocab_size_per_layer_input < config.vocab_size:
+        raise NotDescribed(f"vocab_size_per_layer_input={config.vocab_size_per_layer_input}")
+    return PerLayerInputs(
+        table="model.embed_tokens_per_layer.weight",
+        scale=_root(config, width),
+        projection=linear("model.per_layer_model_projection"),
+        factor=config.hidden_size**-0.5,
+        norm=rms_norms(config.rms_norm_eps)("model.per_layer_projection_norm"),
+        width=width,
+        mixed=2**-0.5,
+    )

@@ -4,35 +4,26 @@ Falcon, Persimmon, Phi-1 and Phi-2, Cohere 1 and 2, Nemotron, Jais 2 and StableL
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from itertools import pairwise
-from typing import Any
 
 from quickbeam.models.families.reading import (
     BEFORE,
+    PARALLEL,
     Config,
-    Names,
+    NormMaker,
+    NormNames,
     NotDescribed,
-    activation,
     attention,
     decoder,
     gated,
-    layer_norm,
+    head_norms,
+    layer_norms,
     layer_of,
+    linear,
     plain,
-    tensors,
+    stacked,
 )
-from quickbeam.models.stack import (
-    Attention,
-    FeedForward,
-    Layer,
-    Linear,
-    Norm,
-    ParameterRows,
-    Rotary,
-    Stack,
-)
+from quickbeam.models.stack import Attention, Layer, Linear, Norm, ParameterRows, Rotary, Stack
 
 # sizes that the weights have, defaults of pipelines, and settings of another head
 _UNREAD = """
@@ -41,393 +32,428 @@ _UNREAD = """
 """
 
 
-def _gpt2(c: Config, mixer: Callable[[int], Attention], transposed: bool = False) -> Stack:
+def _gpt2(config: Config, mixer: Callable[[int], Attention], transposed: bool = False) -> Stack:
     """Learned positions, and biases.
 
-    `mixer`: the attention of a layer. `transposed`: weights of the feed-forward are stored so.
+    `mixer`: makes the attention of a layer. `transposed`: weights of the feed-forward are stored as
+    `[inputs, outputs]`.
     """
-    c.must("add_cross_attention", False)
-    c.ignore(_UNREAD)
-    norm = partial(layer_norm, epsilon=c.layer_norm_epsilon)
-    act = activation(c.activation_function)
+    config.must("add_cross_attention", False)
+    config.ignore(_UNREAD)
+    norm, inside = layer_norms(config.layer_norm_epsilon), "transformer.h"
+    act, names = config.activation_function, NormNames("ln_1", "ln_2")
 
     def layer(i: int) -> Layer:
-        at = f"transformer.h.{i}.mlp"
-        up = tensors(f"{at}.c_fc", bias=True, transposed=transposed)
-        down = tensors(f"{at}.c_proj", bias=True, transposed=transposed)
-        fed = FeedForward(up, down, act, False)
-        return layer_of(c, i, mixer(i), fed, ("ln_1", "ln_2"), norm, "transformer.h")
+        modules = ("c_fc", "c_proj")
+        feed_forward = plain(config, f"{inside}.{i}.mlp", True, modules, act, transposed)
+        return layer_of(config, i, mixer(i), feed_forward, names, norm, inside)
 
     return decoder(
-        c,
+        config,
         layer,
+        norm("transformer.ln_f"),
         embedding="transformer.wte.weight",
         positions="transformer.wpe.weight",
-        inside="transformer.h",
-        norm=norm("transformer.ln_f"),
+        inside=inside,
     )
 
 
-def gpt2(c: Config) -> Stack:
-    """Weights are stored transposed."""
-    c.ignore("reorder_and_upcast_attn")  # rounding alone
-    heads, dim = _equal_heads(c)
+def gpt2(config: Config) -> Stack:
+    """Weights are stored as `[inputs, outputs]`."""
+    config.ignore("reorder_and_upcast_attn")  # rounding alone
 
     def mixer(i: int) -> Attention:
-        at = f"transformer.h.{i}.attn"
-        scaling = dim**-0.5 if c.scale_attn_weights else 1.0
-        if c.scale_attn_by_inverse_layer_idx:
+        prefix = f"transformer.h.{i}.attn"
+        qkv = linear(f"{prefix}.c_attn", bias=True, transposed=True)
+        out = linear(f"{prefix}.c_proj", bias=True, transposed=True)
+        scaling = _scaling(config)
+        if config.scale_attn_by_inverse_layer_idx:
             scaling /= i + 1
-        qkv = tensors(f"{at}.c_attn", bias=True, transposed=True)
-        out = tensors(f"{at}.c_proj", bias=True, transposed=True)
-        return Attention(qkv, out, heads, heads, dim, scaling)
+        return _multi_head(config, qkv, out, scaling)
 
-    return _gpt2(c, mixer, transposed=True)
+    return _gpt2(config, mixer, transposed=True)
 
 
-def gpt_bigcode(c: Config) -> Stack:
+def gpt_bigcode(config: Config) -> Stack:
     """SantaCoder and StarCoder: most often one head of keys and values.
 
     Otherwise each head's query, key and value stand one after the other.
     """
-    c.ignore("attention_softmax_in_fp32 scale_attention_softmax_in_fp32")  # rounding alone
-    c.ignore("num_key_value_heads")  # `multi_query` says it
+    config.ignore("attention_softmax_in_fp32 scale_attention_softmax_in_fp32")  # rounding alone
+    config.ignore("num_key_value_heads")  # `multi_query` says it
     # of a program that ran the model
-    c.ignore("inference_runner max_batch_size max_sequence_length pad_key_length")
-    c.ignore("pre_allocate_kv_cache runner_max_sequence_length validate_runner_input")
-    heads, dim = _equal_heads(c)
-    scaling = dim**-0.5 if c.scale_attn_weights else 1.0
+    config.ignore("inference_runner max_batch_size max_sequence_length pad_key_length")
+    config.ignore("pre_allocate_kv_cache runner_max_sequence_length validate_runner_input")
+    scaling = _scaling(config)
 
     def mixer(i: int) -> Attention:
-        at = f"transformer.h.{i}.attn"
-        out = tensors(f"{at}.c_proj", bias=True)
-        if c.multi_query:
-            return Attention(tensors(f"{at}.c_attn", bias=True), out, heads, 1, dim, scaling)
-        return Attention(_by_head(f"{at}.c_attn", heads), out, heads, heads, dim, scaling)
+        prefix = f"transformer.h.{i}.attn"
+        out = linear(f"{prefix}.c_proj", bias=True)
+        if config.multi_query:
+            qkv = linear(f"{prefix}.c_attn", bias=True)
+            return _multi_head(config, qkv, out, scaling, kv_heads=1)
+        qkv = _by_head(f"{prefix}.c_attn", config.num_attention_heads)
+        return _multi_head(config, qkv, out, scaling)
 
-    return _gpt2(c, mixer)
+    return _gpt2(config, mixer)
 
 
-def gpt_neo(c: Config) -> Stack:
+def gpt_neo(config: Config) -> Stack:
     """Scores that are not scaled, and a window in some layers."""
     # `attention_layers` says it; defaults of pipelines
-    c.ignore("attention_types resid_dropout embed_dropout layer_norm_epsilon")
-    heads, dim = _equal_heads(c)
+    config.ignore("attention_types resid_dropout embed_dropout layer_norm_epsilon")
 
     def mixer(i: int) -> Attention:
-        if (kind := c.attention_layers[i]) not in ("global", "local"):
+        kind = config.attention_layers[i]
+        if kind not in ("global", "local"):
             raise NotDescribed(f"a layer of kind {kind}")
-        at = f"transformer.h.{i}.attn.attention"
-        qkv = tensors(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj")
-        out = tensors(f"{at}.out_proj", bias=True)
-        window = c.window_size if kind == "local" else None
-        return Attention(qkv, out, heads, heads, dim, 1.0, window)
+        prefix = f"transformer.h.{i}.attn.attention"
+        qkv = stacked(prefix, "q_proj", "k_proj", "v_proj")
+        out = linear(f"{prefix}.out_proj", bias=True)
+        window = config.window_size if kind == "local" else None
+        return _multi_head(config, qkv, out, scaling=1.0, window=window)
 
-    return _gpt2(c, mixer)
+    return _gpt2(config, mixer)
 
 
-def _equal_heads(c: Config) -> tuple[int, int]:
-    """Return how many heads there are, and the dimensions of each."""
-    return c.num_attention_heads, c.hidden_size // c.num_attention_heads
+def _multi_head(
+    config: Config,
+    qkv: Linear,
+    out: Linear,
+    scaling: float | None = None,
+    kv_heads: int | None = None,
+    window: int | None = None,
+    rotary: Rotary | None = None,
+    rotary_dim: int = 0,
+) -> Attention:
+    """Return attention by parts that are given, with `kv_heads` None for one of each query."""
+    heads, dim = config.num_attention_heads, _equal_dim(config)
+    return Attention(
+        qkv=qkv,
+        out=out,
+        heads=heads,
+        kv_heads=kv_heads or heads,
+        head_dim=dim,
+        scaling=dim**-0.5 if scaling is None else scaling,
+        window=window,
+        rotary=rotary,
+        rotary_dim=rotary_dim,
+    )
+
+
+def _equal_dim(config: Config) -> int:
+    """Return the dimensions of a head that together are the width."""
+    return int(config.hidden_size // config.num_attention_heads)
+
+
+def _scaling(config: Config) -> float:
+    return float(_equal_dim(config) ** -0.5) if config.scale_attn_weights else 1.0
 
 
 def _by_head(module: str, heads: int, bias: bool = True) -> Linear:
     """Return a module's queries, keys and values, of which each head's stand one after the
     other."""
-    weights, biases = (
-        tuple(ParameterRows(f"{module}.{kind}", part, 3, heads) for part in range(3))
-        for kind in ("weight", "bias")
-    )
-    return Linear(weights, biases if bias else ())
+
+    def rows(kind: str) -> tuple[ParameterRows, ...]:
+        return tuple(ParameterRows(f"{module}.{kind}", part, 3, heads) for part in range(3))
+
+    return Linear(rows("weight"), rows("bias") if bias else ())
 
 
-def _gptj(c: Config, qkv: Callable[[str], Linear]) -> Stack:
-    """Attention and feed-forward side by side; neighbouring dimensions turn together.
+def _gptj(config: Config, qkv: Callable[[str], Linear]) -> Stack:
+    """Attention and feed-forward in parallel; rotary dimensions are interleaved.
 
-    `qkv`: queries, keys and values by the name of the attention.
+    `qkv`: makes queries, keys and values of the attention's name.
     """
-    c.ignore(_UNREAD)
-    c.ignore("", rotary=True, scale_attn_weights=True)
-    norm = partial(layer_norm, epsilon=c.layer_norm_epsilon)
-    heads, dim = _equal_heads(c)
-    act, rotary = activation(c.activation_function), Rotary(interleaved=True, base=10000.0)
+    config.ignore(_UNREAD)
+    config.ignore(rotary=True, scale_attn_weights=True)
+    norm, inside = layer_norms(config.layer_norm_epsilon), "transformer.h"
+    act, rotary = config.activation_function, Rotary(interleaved=True, base=10000.0)
 
     def layer(i: int) -> Layer:
-        at = f"transformer.h.{i}"
-        mixer = Attention(
-            qkv(f"{at}.attn"),
-            tensors(f"{at}.attn.out_proj"),
-            heads,
-            heads,
-            dim,
-            dim**-0.5,
+        prefix = f"{inside}.{i}"
+        mixer = _multi_head(
+            config,
+            qkv(f"{prefix}.attn"),
+            linear(f"{prefix}.attn.out_proj"),
             rotary=rotary,
-            rotary_dim=c.rotary_dim,
+            rotary_dim=config.rotary_dim,
         )
-        up, down = tensors(f"{at}.mlp.fc_in", bias=True), tensors(f"{at}.mlp.fc_out", bias=True)
-        fed = FeedForward(up, down, act, False)
-        return layer_of(c, i, mixer, fed, ("ln_1", None), norm, "transformer.h", parallel=True)
+        feed_forward = plain(config, f"{prefix}.mlp", True, ("fc_in", "fc_out"), act)
+        names = NormNames("ln_1", None)
+        return layer_of(config, i, mixer, feed_forward, names, norm, inside, parallel=True)
 
     return decoder(
-        c,
+        config,
         layer,
+        norm("transformer.ln_f"),
         embedding="transformer.wte.weight",
-        inside="transformer.h",
-        norm=norm("transformer.ln_f"),
-        head=tensors("lm_head", bias=True),
+        inside=inside,
+        head=linear("lm_head", bias=True),
     )
 
 
-def gptj(c: Config) -> Stack:
-    return _gptj(c, lambda at: tensors(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj"))
+def gptj(config: Config) -> Stack:
+    return _gptj(config, lambda prefix: stacked(prefix, "q_proj", "k_proj", "v_proj"))
 
 
-def codegen(c: Config) -> Stack:
+def codegen(config: Config) -> Stack:
     """GPT-J whose queries, values and keys stand one after the other in each of four shards."""
 
-    def qkv(at: str) -> Linear:
-        name = f"{at}.qkv_proj.weight"
+    def qkv(prefix: str) -> Linear:
+        name = f"{prefix}.qkv_proj.weight"
         query, value, key = (ParameterRows(name, part, 3, heads=4) for part in range(3))
         return Linear((query, key, value))
 
-    return _gptj(c, qkv)
+    return _gptj(config, qkv)
 
 
-def opt(c: Config) -> Stack:
+def opt(config: Config) -> Stack:
     """Learned positions, of which the first two are no token's. Norms before."""
-    c.must("do_layer_norm_before", True)
-    c.must("_remove_final_layer_norm", False)
-    c.must("layer_norm_elementwise_affine", True)
-    c.must("word_embed_proj_dim", c.hidden_size)
-    c.ignore("activation_dropout dropout init_std layerdrop")  # of training
-    c.ignore("ffn_dim prefix")  # a size that the weights have, and what a pipeline begins with
-    norm, bias = partial(layer_norm, epsilon=1e-5), bool(c.enable_bias)
-    (heads, dim), act = _equal_heads(c), activation(c.activation_function)
-    inside, names = "model.decoder.layers", ("self_attn_layer_norm", "final_layer_norm")
+    config.must("do_layer_norm_before", True)
+    config.must("_remove_final_layer_norm", False)
+    config.must("layer_norm_elementwise_affine", True)
+    config.must("word_embed_proj_dim", config.hidden_size)
+    config.ignore("activation_dropout dropout init_std layerdrop")  # of training
+    config.ignore("ffn_dim prefix")  # a size that the weights have, and what a pipeline begins with
+    norm, bias = layer_norms(1e-5), bool(config.enable_bias)
+    inside, names = "model.decoder.layers", NormNames("self_attn_layer_norm", "final_layer_norm")
 
     def layer(i: int) -> Layer:
-        at = f"{inside}.{i}"
-        qkv = tensors(*(f"{at}.self_attn.{name}_proj" for name in ("q", "k", "v")), bias=bias)
-        out = tensors(f"{at}.self_attn.out_proj", bias=bias)
-        mixer = Attention(qkv, out, heads, heads, dim, dim**-0.5)
-        up, down = tensors(f"{at}.fc1", bias=bias), tensors(f"{at}.fc2", bias=bias)
-        fed = FeedForward(up, down, act, False)
-        return layer_of(c, i, mixer, fed, names, norm, inside)
+        prefix = f"{inside}.{i}"
+        qkv = stacked(f"{prefix}.self_attn", "q_proj", "k_proj", "v_proj", bias=bias)
+        mixer = _multi_head(config, qkv, linear(f"{prefix}.self_attn.out_proj", bias=bias))
+        feed_forward = plain(config, prefix, bias, ("fc1", "fc2"), config.activation_function)
+        return layer_of(config, i, mixer, feed_forward, names, norm, inside)
 
     return decoder(
-        c,
+        config,
         layer,
+        norm("model.decoder.final_layer_norm"),
         embedding="model.decoder.embed_tokens.weight",
         positions="model.decoder.embed_positions.weight",
         first_position=2,
         inside=inside,
-        norm=norm("model.decoder.final_layer_norm"),
     )
 
 
-def falcon(c: Config) -> Stack:
+def falcon(config: Config) -> Stack:
     """Rotary angles; queries that share a key and a value stand before these.
 
     `new_decoder_architecture`: groups of several, of Falcon 40B and later. Attention and
-    feed-forward are side by side, or one after the other.
+    feed-forward are in parallel, or one after the other.
     """
-    c.must("alibi", False)
-    c.must("parallel_attn", True, *([] if c.new_decoder_architecture else [False]))
-    c.ignore("ff_factor ffn_hidden_size")  # sizes that the weights have
-    inside, bias, act = "transformer.h", bool(c.bias), activation(c.activation)
-    norm = partial(layer_norm, epsilon=c.layer_norm_epsilon)
-    heads, dim = _equal_heads(c)
-    names: Names = BEFORE if not c.parallel_attn else (BEFORE[0], None)
-    kv_heads = 1 if c.multi_query else heads
-    if c.new_decoder_architecture:
-        kv_heads = c.num_kv_heads
-        if c.get("num_ln_in_parallel_attn", 2) == 2:
-            names = ("ln_attn", "ln_mlp")
-    c.ignore("num_kv_heads multi_query num_ln_in_parallel_attn")  # where others say it
-    queries = heads // kv_heads * dim  # rows that share a key
+    grouped = config.new_decoder_architecture
+    config.must("alibi", False)
+    config.must("parallel_attn", True, *([] if grouped else [False]))
+    config.ignore("ff_factor ffn_hidden_size")  # sizes that the weights have
+    heads, dim = config.num_attention_heads, _equal_dim(config)
+    bias, parallel = bool(config.bias), bool(config.parallel_attn)
+    names = PARALLEL if parallel else BEFORE
+    kv_heads = 1 if config.multi_query else heads
+    if grouped:
+        kv_heads = config.num_kv_heads
+        if config.get("num_ln_in_parallel_attn", 2) == 2:
+            names = NormNames("ln_attn", "ln_mlp")
+    config.ignore("num_kv_heads multi_query num_ln_in_parallel_attn")  # where others say it
+    norm, inside = layer_norms(config.layer_norm_epsilon), "transformer.h"
 
     def rows(name: str) -> tuple[ParameterRows, ...]:
-        ends = (0, queries, queries + dim, queries + 2 * dim)
-        return tuple(ParameterRows(name, heads=kv_heads, cut=cut) for cut in pairwise(ends))
+        queries = heads // kv_heads * dim  # rows that share a key
+        bounds = (0, queries, queries + dim, queries + 2 * dim)
+        return tuple(ParameterRows(name, heads=kv_heads, cut=cut) for cut in pairwise(bounds))
 
     def layer(i: int) -> Layer:
-        at = f"{inside}.{i}"
-        qkv = f"{at}.self_attention.query_key_value"
+        prefix = f"{inside}.{i}"
+        qkv = f"{prefix}.self_attention.query_key_value"
         mixer = attention(
-            c,
+            config,
             i,
-            qkv=Linear(rows(f"{qkv}.weight"), rows(f"{qkv}.bias") if bias else ()),
-            out=tensors(f"{at}.self_attention.dense", bias=bias),
-            kv_heads=kv_heads,
             head_dim=dim,
+            qkv=Linear(rows(f"{qkv}.weight"), rows(f"{qkv}.bias") if bias else ()),
+            out=linear(f"{prefix}.self_attention.dense", bias=bias),
+            kv_heads=kv_heads,
         )
-        up = tensors(f"{at}.mlp.dense_h_to_4h", bias=bias)
-        fed = FeedForward(up, tensors(f"{at}.mlp.dense_4h_to_h", bias=bias), act, False)
-        return layer_of(c, i, mixer, fed, names, norm, inside, parallel=bool(c.parallel_attn))
+        modules = ("dense_h_to_4h", "dense_4h_to_h")
+        feed_forward = plain(config, f"{prefix}.mlp", bias, modules, config.activation)
+        return layer_of(config, i, mixer, feed_forward, names, norm, inside, parallel=parallel)
 
     embedding, last = "transformer.word_embeddings.weight", norm("transformer.ln_f")
-    return decoder(c, layer, embedding=embedding, inside=inside, norm=last)
+    return decoder(config, layer, last, embedding=embedding, inside=inside)
 
 
-def persimmon(c: Config) -> Stack:
+def persimmon(config: Config) -> Stack:
     """Layer norms of queries and keys, and squared ReLU without a gate."""
-    norm = partial(layer_norm, epsilon=c.layer_norm_eps)
-    heads, dim = _equal_heads(c)
+    norm = layer_norms(config.layer_norm_eps)
 
     def layer(i: int) -> Layer:
-        at = f"model.layers.{i}"
+        prefix = f"model.layers.{i}"
         norms = None
-        if c.qk_layernorm:
-            norms = norm(f"{at}.self_attn.q_layernorm"), norm(f"{at}.self_attn.k_layernorm")
+        if config.qk_layernorm:
+            norms = head_norms(config, i, ("q_layernorm", "k_layernorm"), norm)
+        qkv = f"{prefix}.self_attn.query_key_value"
         mixer = attention(
-            c,
+            config,
             i,
-            qkv=_by_head(f"{at}.self_attn.query_key_value", heads),
-            out=tensors(f"{at}.self_attn.dense", bias=True),
-            head_dim=dim,
+            head_dim=_equal_dim(config),
+            qkv=_by_head(qkv, config.num_attention_heads),
+            out=linear(f"{prefix}.self_attn.dense", bias=True),
             norms=norms,
         )
-        fed = plain(c, f"{at}.mlp.dense_h_to_4h", f"{at}.mlp.dense_4h_to_h", True)
-        return layer_of(c, i, mixer, fed, norm=norm)
+        modules = ("dense_h_to_4h", "dense_4h_to_h")
+        feed_forward = plain(config, f"{prefix}.mlp", True, modules)
+        return layer_of(config, i, mixer, feed_forward, norm=norm)
 
-    return decoder(c, layer, norm=norm("model.final_layernorm"))
+    return decoder(config, layer, norm("model.final_layernorm"))
 
 
-def gpt_neox(c: Config) -> Stack:
+def gpt_neox(config: Config) -> Stack:
     """GPT-NeoX and Pythia: each head's query, key and value stand one after the other."""
-    heads, bias, inside = c.num_attention_heads, c.attention_bias, "gpt_neox.layers"
-    norm = partial(layer_norm, epsilon=c.layer_norm_eps)
+    heads, bias = config.num_attention_heads, config.attention_bias
+    norm, inside = layer_norms(config.layer_norm_eps), "gpt_neox.layers"
+    parallel = bool(config.use_parallel_residual)
 
     def layer(i: int) -> Layer:
-        at = f"{inside}.{i}"
+        prefix = f"{inside}.{i}"
         mixer = attention(
-            c,
+            config,
             i,
-            qkv=_by_head(f"{at}.attention.query_key_value", heads, bias),
-            out=tensors(f"{at}.attention.dense", bias=bias),
+            head_dim=_equal_dim(config),
+            qkv=_by_head(f"{prefix}.attention.query_key_value", heads, bias),
+            out=linear(f"{prefix}.attention.dense", bias=bias),
             kv_heads=heads,
-            head_dim=c.hidden_size // heads,
         )
-        fed = plain(c, f"{at}.mlp.dense_h_to_4h", f"{at}.mlp.dense_4h_to_h", True)
-        parallel = bool(c.use_parallel_residual)
-        return layer_of(c, i, mixer, fed, BEFORE, norm, inside, parallel=parallel)
+        modules = ("dense_h_to_4h", "dense_4h_to_h")
+        feed_forward = plain(config, f"{prefix}.mlp", True, modules)
+        return layer_of(config, i, mixer, feed_forward, BEFORE, norm, inside, parallel=parallel)
 
     embedding, last = "gpt_neox.embed_in.weight", norm("gpt_neox.final_layer_norm")
-    return decoder(c, layer, embedding=embedding, inside=inside, norm=last)
+    return decoder(config, layer, last, embedding=embedding, inside=inside)
 
 
-def phi(c: Config) -> Stack:
-    """Attention and feed-forward side by side."""
-    c.must("qk_layernorm", False)
-    norm = partial(layer_norm, epsilon=c.layer_norm_eps)
+def phi(config: Config) -> Stack:
+    """Attention and feed-forward in parallel."""
+    config.must("qk_layernorm", False)
+    norm = layer_norms(config.layer_norm_eps)
 
     def layer(i: int) -> Layer:
-        at = f"model.layers.{i}"
-        mixer = attention(c, i, True, out=tensors(f"{at}.self_attn.dense", bias=True))
-        fed = plain(c, f"{at}.mlp.fc1", f"{at}.mlp.fc2", True)
-        return layer_of(c, i, mixer, fed, ("input_layernorm", None), norm, parallel=True)
+        prefix = f"model.layers.{i}"
+        out = linear(f"{prefix}.self_attn.dense", bias=True)
+        mixer = attention(config, i, bias=True, out=out)
+        feed_forward = plain(config, f"{prefix}.mlp", True, ("fc1", "fc2"))
+        return layer_of(config, i, mixer, feed_forward, PARALLEL, norm, parallel=True)
 
-    head = tensors("lm_head", bias=True)
-    return decoder(c, layer, norm=norm("model.final_layernorm"), head=head)
+    head = linear("lm_head", bias=True)
+    return decoder(config, layer, norm("model.final_layernorm"), head=head)
 
 
-def _cohere(c: Config, changes: Callable[[int], dict[str, Any]]) -> Stack:
-    """Attention and feed-forward side by side behind one layer norm without bias."""
-    c.ignore(
+def _cohere(config: Config, mixer: Callable[[int], Attention]) -> Stack:
+    """Attention and feed-forward in parallel behind one layer norm without bias.
+
+    `mixer`: makes the attention of a layer.
+    """
+    config.ignore(
         "layer_switch order_of_interleaved_layers position_embedding_type use_embedding_sharing "
         "use_parallel_embedding",
         rotary_pct=1.0,
         use_gated_activation=True,
         use_parallel_block=True,
     )
-    norm = partial(layer_norm, epsilon=c.layer_norm_eps, bias=False)
+    norm = layer_norms(config.layer_norm_eps, bias=False)
 
     def layer(i: int) -> Layer:
-        turning: dict[str, Any] = {"rotary": Rotary(interleaved=True)}
-        mixer = attention(c, i, c.attention_bias, **turning | changes(i))
-        return layer_of(c, i, mixer, gated(c, i), ("input_layernorm", None), norm, parallel=True)
+        feed_forward = gated(config, i)
+        return layer_of(config, i, mixer(i), feed_forward, PARALLEL, norm, parallel=True)
 
-    return decoder(c, layer, norm=norm("model.norm"), head_scale=c.logit_scale)
-
-
-def cohere(c: Config) -> Stack:
-    def changes(i: int) -> dict[str, Any]:
-        if not c.use_qk_norm:
-            return {}
-        names = (f"model.layers.{i}.self_attn.{one}_norm" for one in "qk")
-        return {"norms": tuple(layer_norm(name, c.layer_norm_eps, bias=False) for name in names)}
-
-    return _cohere(c, changes)
+    return decoder(config, layer, norm("model.norm"), head_scale=config.logit_scale)
 
 
-def cohere2(c: Config) -> Stack:
-    """Layers without a window have no angles."""
-    c.ignore("sliding_window_pattern")  # `layer_types` follows from it
-    return _cohere(c, lambda i: {} if c.layer_types[i] == "sliding_attention" else {"rotary": None})
+def cohere(config: Config) -> Stack:
+    """Interleaved rotary dimensions, and norms of queries and keys in some models."""
+    norm = layer_norms(config.layer_norm_eps, bias=False)
+
+    def mixer(i: int) -> Attention:
+        norms = head_norms(config, i, norm=norm) if config.use_qk_norm else None
+        rotary = Rotary(interleaved=True)
+        return attention(config, i, config.attention_bias, rotary=rotary, norms=norms)
+
+    return _cohere(config, mixer)
 
 
-def nemotron(c: Config) -> Stack:
-    """Nemotron (Minitron): norms of 1 + weight, squared ReLU without a gate."""
+def cohere2(config: Config) -> Stack:
+    """Interleaved rotary dimensions; layers without a window have no angles."""
+    config.ignore("sliding_window_pattern")  # `layer_types` follows from it
 
-    def norm(module: str) -> Norm:
-        return replace(layer_norm(module, c.norm_eps), plus_one=True)
+    def mixer(i: int) -> Attention:
+        rotated = config.layer_types[i] == "sliding_attention"
+        rotary = Rotary(interleaved=True) if rotated else None
+        return attention(config, i, config.attention_bias, rotary=rotary)
 
-    def layer(i: int) -> Layer:
-        at = f"model.layers.{i}.mlp"
-        fed = plain(c, f"{at}.up_proj", f"{at}.down_proj", c.mlp_bias)
-        return layer_of(c, i, attention(c, i, c.attention_bias), fed, norm=norm)
-
-    return decoder(c, layer, norm=norm("model.norm"))
+    return _cohere(config, mixer)
 
 
-def jais2(c: Config) -> Stack:
-    """Jais 2: squared ReLU without a gate."""
-    norm = partial(layer_norm, epsilon=c.layer_norm_eps)
-
-    def layer(i: int) -> Layer:
-        at = f"model.layers.{i}.mlp"
-        fed = plain(c, f"{at}.up_proj", f"{at}.down_proj", c.mlp_bias)
-        return layer_of(c, i, attention(c, i, c.attention_bias), fed, norm=norm)
-
-    return decoder(c, layer, norm=norm("model.norm"))
+def nemotron(config: Config) -> Stack:
+    """Nemotron (Minitron): norms of 1 + weight."""
+    return _ungated(config, layer_norms(config.norm_eps, plus_one=True))
 
 
-def stablelm(c: Config) -> Stack:
-    """StableLM 2: a quarter of each head turns."""
-    norm = partial(layer_norm, epsilon=c.layer_norm_eps)
+def jais2(config: Config) -> Stack:
+    return _ungated(config, layer_norms(config.layer_norm_eps))
+
+
+def _ungated(config: Config, norm: NormMaker) -> Stack:
+    """Llama with layer norms, and a feed-forward without a gate (squared ReLU as published)."""
 
     def layer(i: int) -> Layer:
-        def of_heads(name: str, count: int) -> Norm:
-            at = f"model.layers.{i}.self_attn.{name}_layernorm"
-            weights = tuple(f"{at}.norms.{head}.weight" for head in range(count))
-            if c.get("head_norms_stacked"):  # of a .gguf file
-                weights = (f"{at}.weight",)
-            return Norm(weights, c.layer_norm_eps, centred=True)
+        mixer = attention(config, i, config.attention_bias)
+        feed_forward = plain(config, f"model.layers.{i}.mlp", config.mlp_bias)
+        return layer_of(config, i, mixer, feed_forward, norm=norm)
 
-        heads, parallel, norms = c.num_attention_heads, bool(c.use_parallel_residual), None
-        if c.qk_layernorm:  # each head has its own
-            norms = of_heads("q", heads), of_heads("k", c.num_key_value_heads)
-        how = {"out_bias": False, "norms": norms, "head_dim": c.hidden_size // heads}
-        names = BEFORE if not parallel else (BEFORE[0], None)
-        mixer = attention(c, i, c.use_qkv_bias, **how)
-        return layer_of(c, i, mixer, gated(c, i), names, norm, parallel=parallel)
-
-    return decoder(c, layer, norm=norm("model.norm"))
+    return decoder(config, layer, norm("model.norm"))
 
 
-def starcoder2(c: Config) -> Stack:
+def stablelm(config: Config) -> Stack:
+    """StableLM 2: a quarter of each head is rotated."""
+    norm, parallel = layer_norms(config.layer_norm_eps), bool(config.use_parallel_residual)
+
+    def norm_by_head(module: str, heads: int) -> Norm:
+        weights = tuple(f"{module}.norms.{head}.weight" for head in range(heads))
+        if config.get("head_norms_stacked"):  # in .gguf files
+            weights = (f"{module}.weight",)
+        return Norm(weights, config.layer_norm_eps, centred=True)
+
+    def layer(i: int) -> Layer:
+        prefix, heads = f"model.layers.{i}.self_attn", config.num_attention_heads
+        norms = None
+        if config.qk_layernorm:  # each head has its own
+            query_norm = norm_by_head(f"{prefix}.q_layernorm", heads)
+            norms = query_norm, norm_by_head(f"{prefix}.k_layernorm", config.num_key_value_heads)
+        mixer = attention(
+            config,
+            i,
+            config.use_qkv_bias,
+            out_bias=False,
+            head_dim=_equal_dim(config),
+            norms=norms,
+        )
+        names = PARALLEL if parallel else BEFORE
+        return layer_of(config, i, mixer, gated(config, i), names, norm, parallel=parallel)
+
+    return decoder(config, layer, norm("model.norm"))
+
+
+def starcoder2(config: Config) -> Stack:
     """Biases everywhere, a feed-forward without a gate."""
-    c.ignore(
+    config.ignore(
         "attention_softmax_in_fp32 layer_norm_epsilon scale_attention_softmax_in_fp32",
         mlp_type="default",
         norm_type="layer_norm",
     )
-    norm = partial(layer_norm, epsilon=c.norm_epsilon)
+    norm, bias = layer_norms(config.norm_epsilon), config.use_bias
 
     def layer(i: int) -> Layer:
-        at = f"model.layers.{i}.mlp"
-        mixer = attention(c, i, c.use_bias, window=c.get("sliding_window"))
-        fed = plain(c, f"{at}.c_fc", f"{at}.c_proj", c.use_bias)
-        return layer_of(c, i, mixer, fed, norm=norm)
+        mixer = attention(config, i, bias, window=config.get("sliding_window"))
+        feed_forward = plain(config, f"model.layers.{i}.mlp", bias, ("c_fc", "c_proj"))
+        return layer_of(config, i, mixer, feed_forward, norm=norm)
 
-    return decoder(c, layer, norm=norm("model.norm"))
+    return decoder(config, layer, norm("model.norm"))

@@ -3,126 +3,135 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from quickbeam.models.families.reading import (
     Config,
-    Names,
+    NormNames,
     NotDescribed,
     attention,
     decoder,
     experts,
+    head_norms,
     layer_of,
-    tensors,
+    linear,
+    rms_norms,
+    stacked,
 )
 from quickbeam.models.stack import (
     Attention,
     Experts,
     FeedForward,
     Layer,
-    Norm,
     Rotary,
     Routing,
     ShortConv,
     Stack,
 )
 
-BEFORE: Names = ("operator_norm", "ffn_norm")
+BEFORE = NormNames("operator_norm", "ffn_norm")
 
 
-def lfm2(c: Config) -> Stack:
+def lfm2(config: Config) -> Stack:
     # the sizes of the feed-forward; `layer_types` follows from the last
-    c.ignore("block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of full_attn_idxs")
-    return _lfm2(c, dense)
+    config.ignore("block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of")
+    config.ignore("full_attn_idxs")
+    return _lfm2(config, dense)
 
 
-def dense(i: int) -> FeedForward:
-    at = f"model.layers.{i}.feed_forward"
-    return FeedForward(tensors(f"{at}.w1", f"{at}.w3"), tensors(f"{at}.w2"), "silu", True)
-
-
-def lfm2_moe(c: Config) -> Stack:
-    """Dense layers first. Then experts chosen by their sigmoids plus a bias."""
+def lfm2_moe(config: Config) -> Stack:
+    """Dense layers first. Then experts selected by their sigmoids plus a bias."""
 
     def feed_forward(i: int) -> FeedForward | Experts:
-        if i < c.num_dense_layers:
+        if i < config.num_dense_layers:
             return dense(i)
-        at = f"model.layers.{i}.feed_forward"
+        prefix = f"model.layers.{i}.feed_forward"
         routing = Routing(
-            tensors(f"{at}.gate"),
-            c.num_experts_per_tok,
-            "sigmoid",
-            f"{at}.expert_bias" if c.use_expert_bias else None,
-            renormalised=bool(c.norm_topk_prob),
+            logits=linear(f"{prefix}.gate"),
+            top=config.num_experts_per_tok,
+            scores="sigmoid",
+            correction=f"{prefix}.expert_bias" if config.use_expert_bias else None,
+            renormalised=bool(config.norm_topk_prob),
             plus=1e-6,
-            factor=float(c.routed_scaling_factor),
+            factor=float(config.routed_scaling_factor),
         )
-        return experts(c, i, routing, c.num_experts, "feed_forward", act="silu")
+        return experts(config, i, routing, config.num_experts, "feed_forward", act="silu")
 
-    return _lfm2(c, feed_forward)
+    return _lfm2(config, feed_forward)
 
 
-def _lfm2(c: Config, feed_forward: Callable[[int], FeedForward | Experts]) -> Stack:
-    c.ignore(
+def _lfm2(config: Config, feed_forward: Callable[[int], FeedForward | Experts]) -> Stack:
+    config.ignore(
         "block_dim block_ff_dim block_mlp_init_scale block_norm_eps block_out_init_scale "
         "block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads",
         block_use_swiglu=True,
         use_pos_enc=True,
     )
+    norm = rms_norms(config.norm_eps)
 
     def mixer(i: int, kind: str) -> Attention:
         if kind != "full_attention":
             raise NotDescribed(f"a layer of kind {kind}")
-        at = f"model.layers.{i}.self_attn"
-        norms = norm(c, f"{at}.q_layernorm"), norm(c, f"{at}.k_layernorm")
-        return attention(c, i, out=tensors(f"{at}.out_proj"), norms=norms)
+        norms = head_norms(config, i, ("q_layernorm", "k_layernorm"), norm)
+        out = linear(f"model.layers.{i}.self_attn.out_proj")
+        return attention(config, i, out=out, norms=norms)
 
-    return _stack(c, mixer, feed_forward, BEFORE)
+    return _with_convolutions(config, mixer, feed_forward, BEFORE)
 
 
-def lfm3(c: Config) -> Stack:
+def lfm3(config: Config) -> Stack:
     """Norms before and after, windows, angles by the kind of layer, and a gate for each head."""
-    c.must("use_attention_gate", True)
-    c.must("attention_bias", False)
+    config.must("use_attention_gate", True)
+    config.must("attention_bias", False)
+    norm = rms_norms(config.norm_eps)
 
     def mixer(i: int, kind: str) -> Attention:
-        at = f"model.layers.{i}.self_attn"
-        qkv = tensors(*(f"{at}.{name}_proj" for name in "qkvg"))
-        norms = norm(c, f"{at}.q_norm"), norm(c, f"{at}.k_norm")
-        turning: dict[str, Any] = {"rotary": Rotary(kind), "kind": kind}
-        return attention(c, i, qkv=qkv, norms=norms, gated=True, one_gate=True, **turning)
+        prefix = f"model.layers.{i}.self_attn"
+        return attention(
+            config,
+            i,
+            rotary=Rotary(kind),
+            qkv=stacked(prefix, "q_proj", "k_proj", "v_proj", "g_proj"),
+            norms=head_norms(config, i, norm=norm),
+            gated=True,
+            one_gate=True,
+        )
 
-    after: Names = ("post_operator_norm", "post_ffn_norm") if c.use_sandwich_norm else ()
-    return _stack(c, mixer, dense, (*BEFORE, *after))
+    names = BEFORE
+    if config.use_sandwich_norm:
+        names = NormNames(*BEFORE[:2], "post_operator_norm", "post_ffn_norm")
+    return _with_convolutions(config, mixer, dense, names)
 
 
-def norm(c: Config, module: str) -> Norm:
-    return Norm((f"{module}.weight",), c.norm_eps)
+def dense(i: int) -> FeedForward:
+    prefix = f"model.layers.{i}.feed_forward"
+    return FeedForward(stacked(prefix, "w1", "w3"), linear(f"{prefix}.w2"), "silu", gated=True)
 
 
-def _stack(
-    c: Config,
-    mixer: Callable[[int, str], Attention],
+def _with_convolutions(
+    config: Config,
+    attention_of: Callable[[int, str], Attention],
     feed_forward: Callable[[int], FeedForward | Experts],
-    names: Names,
+    names: NormNames,
 ) -> Stack:
-    """`mixer`: makes the attention of a layer by its number and kind."""
+    """`attention_of`: makes the attention of a layer by its number and kind. `feed_forward`: makes
+    that of a layer by its number."""
+    norm = rms_norms(config.norm_eps)
 
     def layer(i: int) -> Layer:
-        kind = c.layer_types[i]
-        of = conv(c, f"model.layers.{i}.conv") if kind == "conv" else mixer(i, kind)
-        return layer_of(c, i, of, feed_forward(i), names, lambda module: norm(c, module))
+        kind = config.layer_types[i]
+        mixer = convolution(config, i) if kind == "conv" else attention_of(i, kind)
+        return layer_of(config, i, mixer, feed_forward(i), names, norm)
 
-    return decoder(c, layer, norm=norm(c, "model.embedding_norm"))
+    return decoder(config, layer, norm("model.embedding_norm"))
 
 
-def conv(c: Config, at: str) -> ShortConv:
-    bias = bool(c.conv_bias)
+def convolution(config: Config, i: int) -> ShortConv:
+    prefix, bias = f"model.layers.{i}.conv", bool(config.conv_bias)
     return ShortConv(
-        tensors(f"{at}.in_proj", bias=bias),
-        tensors(f"{at}.out_proj", bias=bias),
-        f"{at}.conv.weight",
-        f"{at}.conv.bias" if bias else None,
-        c.hidden_size,
-        c.conv_L_cache,
+        into=linear(f"{prefix}.in_proj", bias=bias),
+        out=linear(f"{prefix}.out_proj", bias=bias),
+        weight=f"{prefix}.conv.weight",
+        bias=f"{prefix}.conv.bias" if bias else None,
+        channels=config.hidden_size,
+        taps=config.conv_L_cache,
     )

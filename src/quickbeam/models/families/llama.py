@@ -5,7 +5,6 @@ Helium, CWM, HyperCLOVA X and nanochat."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from quickbeam.models.families.reading import (
     AFTER,
@@ -17,13 +16,16 @@ from quickbeam.models.families.reading import (
     experts,
     gated,
     halves,
-    head_dim,
+    head_dim_of,
     head_norms,
     layer_of,
+    linear,
     plain,
-    tensors,
+    stacked,
+    window_of,
 )
 from quickbeam.models.stack import (
+    Attention,
     Experts,
     FeedForward,
     Layer,
@@ -35,281 +37,313 @@ from quickbeam.models.stack import (
 )
 
 
-def llama(c: Config, out_bias: bool | None = None) -> Stack:
-    """`out_bias`: what follows the attention has another bias than what is before it."""
-    c.ignore("perceiver_config pixel_shuffle_factor")
+def llama(config: Config, out_bias: bool | None = None) -> Stack:
+    """`out_bias`: whether the output projection has a bias; None where it is as before it."""
+    config.ignore("perceiver_config pixel_shuffle_factor")
 
     def layer(i: int) -> Layer:
-        mixer = attention(c, i, c.attention_bias, out_bias)
-        return layer_of(c, i, mixer, gated(c, i, c.mlp_bias))
+        mixer = attention(config, i, config.attention_bias, out_bias)
+        return layer_of(config, i, mixer, gated(config, i, config.mlp_bias))
 
-    return decoder(c, layer)
-
-
-def helium(c: Config) -> Stack:
-    """Llama whose neighbouring dimensions turn together, without a bias after the attention."""
-
-    def layer(i: int) -> Layer:
-        mixer = attention(c, i, c.attention_bias, False, rotary=Rotary(interleaved=True))
-        return layer_of(c, i, mixer, gated(c, i, c.mlp_bias))
-
-    return decoder(c, layer)
+    return decoder(config, layer)
 
 
-def ernie4_5(c: Config) -> Stack:
-    """Llama whose neighbouring dimensions turn together, with one choice of biases."""
-    bias = bool(c.use_bias)
+def helium(config: Config) -> Stack:
+    """Llama with interleaved rotary dimensions, without a bias of the output projection."""
 
     def layer(i: int) -> Layer:
-        mixer = attention(c, i, bias, rotary=Rotary(interleaved=True))
-        return layer_of(c, i, mixer, gated(c, i, bias))
+        rotary = Rotary(interleaved=True)
+        mixer = attention(config, i, config.attention_bias, out_bias=False, rotary=rotary)
+        return layer_of(config, i, mixer, gated(config, i, config.mlp_bias))
 
-    return decoder(c, layer)
+    return decoder(config, layer)
 
 
-def arcee(c: Config) -> Stack:
+def ernie4_5(config: Config) -> Stack:
+    """Llama with interleaved rotary dimensions. All biases are there, or none."""
+    bias = bool(config.use_bias)
+
+    def layer(i: int) -> Layer:
+        mixer = attention(config, i, bias, rotary=Rotary(interleaved=True))
+        return layer_of(config, i, mixer, gated(config, i, bias))
+
+    return decoder(config, layer)
+
+
+def arcee(config: Config) -> Stack:
     """Llama with squared ReLU without a gate."""
 
     def layer(i: int) -> Layer:
-        at = f"model.layers.{i}.mlp"
-        fed = plain(c, f"{at}.up_proj", f"{at}.down_proj", c.mlp_bias)
-        return layer_of(c, i, attention(c, i, c.attention_bias), fed)
+        mixer = attention(config, i, config.attention_bias)
+        feed_forward = plain(config, f"model.layers.{i}.mlp", config.mlp_bias)
+        return layer_of(config, i, mixer, feed_forward)
 
-    return decoder(c, layer)
+    return decoder(config, layer)
 
 
-def windowed(c: Config) -> Stack:
+def windowed(config: Config) -> Stack:
     """Llama with a window in some layers: CWM and Ministral."""
-    bias = bool(c.get("mlp_bias"))
-    return decoder(c, lambda i: layer_of(c, i, attention(c, i), gated(c, i, bias)))
+    bias = bool(config.get("mlp_bias"))
+
+    def layer(i: int) -> Layer:
+        return layer_of(config, i, attention(config, i), gated(config, i, bias))
+
+    return decoder(config, layer)
 
 
-def nanochat(c: Config) -> Stack:
-    """Norms without weights, also of embeddings, and of queries and keys after they are turned.
+def nanochat(config: Config) -> Stack:
+    """Norms without weights, also of embeddings, and of queries and keys after they are rotated.
 
-    Angles are turned backwards. Squared ReLU without a gate.
+    Rotary angles are negative. Squared ReLU without a gate.
     """
-    unweighted = Norm((), float(c.rms_norm_eps))
+    norm = Norm((), float(config.rms_norm_eps))
 
     def layer(i: int) -> Layer:
         mixer = attention(
-            c,
+            config,
             i,
-            c.attention_bias,
-            norms=(unweighted, unweighted),
-            norm_last=True,
+            config.attention_bias,
             rotary=Rotary(backwards=True),
+            norms=(norm, norm),
+            norm_last=True,
         )
-        fed = plain(c, f"model.layers.{i}.mlp.fc1", f"model.layers.{i}.mlp.fc2", False)
-        return layer_of(c, i, mixer, fed, norm=lambda name: unweighted)
+        feed_forward = plain(config, f"model.layers.{i}.mlp", bias=False, modules=("fc1", "fc2"))
+        return layer_of(config, i, mixer, feed_forward, norm=lambda module: norm)
 
-    softcap = c.get("final_logit_softcapping")
-    return decoder(c, layer, norm=unweighted, embedding_norm=unweighted, softcap=softcap)
-
-
-def seed_oss(c: Config) -> Stack:
-    """Llama with a bias of its own after the attention."""
-    return llama(c, c.attention_out_bias)
+    softcap = config.get("final_logit_softcapping")
+    return decoder(config, layer, norm, embedding_norm=norm, softcap=softcap)
 
 
-def smollm3(c: Config) -> Stack:
+def seed_oss(config: Config) -> Stack:
+    """Llama whose configuration says apart whether the output projection has a bias."""
+    return llama(config, config.attention_out_bias)
+
+
+def smollm3(config: Config) -> Stack:
     """Llama with layers without rotary angles, and with windows."""
-    c.ignore("no_rope_layer_interval")  # `no_rope_layers` follows from it
-    windows: dict[str, Any] = {} if c.get("use_sliding_window") else {"window": None}
+    config.ignore("no_rope_layer_interval")  # `no_rope_layers` follows from it
+    windowed = bool(config.get("use_sliding_window"))
 
     def layer(i: int) -> Layer:
-        still: dict[str, Any] = {} if c.no_rope_layers[i] else {"rotary": None}
-        mixer = attention(c, i, c.attention_bias, **windows, **still)
-        return layer_of(c, i, mixer, gated(c, i, c.mlp_bias))
+        mixer = attention(
+            config,
+            i,
+            config.attention_bias,
+            rotary=Rotary() if config.no_rope_layers[i] else None,
+            window=window_of(config, i) if windowed else None,
+        )
+        return layer_of(config, i, mixer, gated(config, i, config.mlp_bias))
 
-    return decoder(c, layer)
+    return decoder(config, layer)
 
 
-def granite(c: Config) -> Stack:
+def granite(config: Config) -> Stack:
     """Llama with four factors."""
-    return _granite(c, lambda i: gated(c, i, c.mlp_bias))
+    return _granite(config, lambda i: gated(config, i, config.mlp_bias))
 
 
-def granite_swa(c: Config) -> Stack:
-    """A sink for each head, windows, and angles of its own for each layer, or none."""
-    return _granite(c, lambda i: gated(c, i, c.mlp_bias), _own_angles(c))
+def granite_swa(config: Config) -> Stack:
+    """A sink for each head, windows, and each layer has its own rotary angles, or none."""
+    return _granite(config, lambda i: gated(config, i, config.mlp_bias), sinks=True)
 
 
-def hyperclovax(c: Config) -> Stack:
-    """Granite whose logits are taken times their factor, with norms after as well or not."""
-    after = ("post_norm1", "post_norm2") if c.use_post_norm else ()
-
-    def layer(i: int) -> Layer:
-        mixer = attention(c, i, c.attention_bias, scaling=c.attention_multiplier)
-        fed = gated(c, i, c.mlp_bias)
-        return layer_of(c, i, mixer, fed, (*BEFORE, *after), residual=c.residual_multiplier)
-
-    return decoder(c, layer, scale=c.embedding_multiplier, head_scale=c.logits_scaling)
+def granitemoe(config: Config) -> Stack:
+    """Experts whose weights are a softmax of the active ones' logits."""
+    return _granite(config, lambda i: granite_experts(config, i))
 
 
-def granitemoe(c: Config) -> Stack:
-    """Experts whose weights are a softmax of the chosen ones' logits."""
-    return _granite(c, lambda i: granite_experts(c, i))
+def granitemoeshared(config: Config) -> Stack:
+    """Experts and a shared one."""
+    return _granite(config, lambda i: _granite_mixture(config, i))
 
 
-def granitemoeshared(c: Config) -> Stack:
-    """Experts beside a shared one."""
-    return _granite(c, lambda i: _granite_mixture(c, i))
+def granitemoe_swa(config: Config) -> Stack:
+    """Experts and a shared one; sinks, windows and angles as of `granite_swa`."""
+    return _granite(config, lambda i: _granite_mixture(config, i), sinks=True)
 
 
-def granitemoe_swa(c: Config) -> Stack:
-    """Experts beside a shared one; sinks, windows and angles as of `granite_swa`."""
-    return _granite(c, lambda i: _granite_mixture(c, i), _own_angles(c))
+def granite_experts(config: Config, i: int, shared: FeedForward | None = None) -> Experts:
+    logits = linear(f"model.layers.{i}.block_sparse_moe.router")
+    routing = Routing(logits, config.num_experts_per_tok, "softmax_of_chosen")
+    count = config.num_local_experts
+    return experts(config, i, routing, count, "block_sparse_moe", shared=shared)
 
 
-def granite_experts(c: Config, i: int, shared: FeedForward | None = None) -> Experts:
-    logits = tensors(f"model.layers.{i}.block_sparse_moe.router")
-    routing = Routing(logits, c.num_experts_per_tok, "softmax_of_chosen")
-    return experts(c, i, routing, c.num_local_experts, "block_sparse_moe", shared=shared)
+def granite_shared(config: Config, i: int) -> FeedForward:
+    prefix = f"model.layers.{i}.shared_mlp"
+    up = halves(f"{prefix}.input_linear")
+    if config.get("gates_apart"):  # in .gguf files
+        up = stacked(prefix, "gate_proj", "up_proj")
+    down = linear(f"{prefix}.output_linear")
+    return FeedForward(up, down, activation(config.hidden_act), gated=True)
 
 
-def granite_shared(c: Config, i: int) -> FeedForward:
-    at = f"model.layers.{i}.shared_mlp"
-    up = halves(f"{at}.input_linear")
-    if c.get("gates_apart"):  # in .gguf files
-        up = tensors(f"{at}.gate_proj", f"{at}.up_proj")
-    return FeedForward(up, tensors(f"{at}.output_linear"), activation(c.hidden_act), True)
-
-
-def _granite_mixture(c: Config, i: int) -> Experts:
-    """Return experts, beside a shared one if that has a size."""
-    shared = granite_shared(c, i) if c.shared_intermediate_size else None
-    return granite_experts(c, i, shared)
-
-
-def _own_angles(c: Config) -> Callable[[int], dict[str, Any]]:
-    """Return what the attention of each layer has beside Granite's: a sink, and its angles."""
-
-    def changes(i: int) -> dict[str, Any]:
-        theta = c.layer_rope_theta[i]
-        rotary = Rotary(base=float(theta)) if theta else None
-        return {"rotary": rotary, "sinks": f"model.layers.{i}.self_attn.sinks"}
-
-    return changes
+def _granite_mixture(config: Config, i: int) -> Experts:
+    """Return experts, and a shared one if that has a size."""
+    shared = granite_shared(config, i) if config.shared_intermediate_size else None
+    return granite_experts(config, i, shared)
 
 
 def _granite(
-    c: Config,
-    feed_forward: Callable[[int], FeedForward | Experts],
-    changes: Callable[[int], dict[str, Any]] = lambda i: {},
+    config: Config, feed_forward: Callable[[int], FeedForward | Experts], sinks: bool = False
 ) -> Stack:
-    """`changes`: other fields of a layer's attention."""
+    """`feed_forward`: makes that of a layer. `sinks`: attention is that of `granite_swa`."""
+
+    def mixer(i: int) -> Attention:
+        bias, scaling = config.attention_bias, config.attention_multiplier
+        if not sinks:
+            return attention(config, i, bias, scaling=scaling)
+        theta = config.layer_rope_theta[i]
+        rotary = Rotary(base=float(theta)) if theta else None
+        name = f"model.layers.{i}.self_attn.sinks"
+        return attention(config, i, bias, rotary=rotary, scaling=scaling, sinks=name)
 
     def layer(i: int) -> Layer:
-        mixer = attention(c, i, c.attention_bias, scaling=c.attention_multiplier, **changes(i))
-        return layer_of(c, i, mixer, feed_forward(i), residual=c.residual_multiplier)
+        residual = config.residual_multiplier
+        return layer_of(config, i, mixer(i), feed_forward(i), residual=residual)
 
-    return decoder(c, layer, scale=c.embedding_multiplier, head_scale=1 / c.logits_scaling)
+    scale, head_scale = config.embedding_multiplier, 1 / config.logits_scaling
+    return decoder(config, layer, scale=scale, head_scale=head_scale)
 
 
-def mistral(c: Config, **changes: Any) -> Stack:
+def hyperclovax(config: Config) -> Stack:
+    """Granite whose factor of logits is not divided by, and that may have norms after."""
+    names = BEFORE
+    if config.use_post_norm:
+        names = BEFORE._replace(attention_after="post_norm1", feed_forward_after="post_norm2")
+
+    def layer(i: int) -> Layer:
+        scaling, residual = config.attention_multiplier, config.residual_multiplier
+        mixer = attention(config, i, config.attention_bias, scaling=scaling)
+        feed_forward = gated(config, i, config.mlp_bias)
+        return layer_of(config, i, mixer, feed_forward, names, residual=residual)
+
+    scale, head_scale = config.embedding_multiplier, config.logits_scaling
+    return decoder(config, layer, scale=scale, head_scale=head_scale)
+
+
+def mistral(config: Config, query_scale: QueryScale | None = None) -> Stack:
     """Every layer has the window, if there is one."""
-    changes["window"] = c.get("sliding_window")
-    return decoder(c, lambda i: layer_of(c, i, attention(c, i, **changes), gated(c, i)))
-
-
-def ministral3(c: Config) -> Stack:
-    """Queries grow with the logarithm of their position."""
-    rope = c.rope_parameters
-    beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
-    return mistral(c, query_scale=QueryScale(beta, length) if beta else None)
-
-
-def phi3(c: Config) -> Stack:
-    """Queries, keys and values in one weight; gate and rest in one; a window in every layer."""
-    c.ignore("full_attn_mod interpolate_factor")
+    window = config.get("sliding_window")
 
     def layer(i: int) -> Layer:
-        qkv = tensors(f"model.layers.{i}.self_attn.qkv_proj")
-        mixer = attention(c, i, qkv=qkv, window=c.get("sliding_window"))
-        return layer_of(c, i, mixer, gated(c, i, fused=True))
+        mixer = attention(config, i, window=window, query_scale=query_scale)
+        return layer_of(config, i, mixer, gated(config, i))
 
-    return decoder(c, layer)
-
-
-def hunyuan(c: Config) -> Stack:
-    """Queries and keys are normed after they are turned, by angles that `alpha` spreads."""
-    c.ignore("", num_experts=1)
-    return _hunyuan(c, lambda i: gated(c, i))
+    return decoder(config, layer)
 
 
-def hunyuan_v1_moe(c: Config) -> Stack:
-    """Experts whose weights add up to 1, beside a shared one."""
-    c.ignore("num_shared_expert")  # a size that the weights have
-    c.ignore("", norm_topk_prob=True, routed_scaling_factor=1.0, use_mixed_mlp_moe=True)
+def ministral3(config: Config) -> Stack:
+    """Queries grow with the logarithm of their position."""
+    rope = config.rope_parameters
+    beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    return mistral(config, QueryScale(beta, length) if beta else None)
+
+
+def phi3(config: Config) -> Stack:
+    """Queries, keys and values are one weight, gates and what they multiply another. A window in
+    every layer."""
+    config.ignore("full_attn_mod interpolate_factor")
+    window = config.get("sliding_window")
+
+    def layer(i: int) -> Layer:
+        qkv = linear(f"model.layers.{i}.self_attn.qkv_proj")
+        mixer = attention(config, i, qkv=qkv, window=window)
+        return layer_of(config, i, mixer, gated(config, i, fused=True))
+
+    return decoder(config, layer)
+
+
+def hunyuan(config: Config) -> Stack:
+    """Queries and keys are normed after they are rotated, by angles that `alpha` spreads."""
+    config.ignore(num_experts=1)
+    return _hunyuan(config, lambda i: gated(config, i))
+
+
+def hunyuan_v1_moe(config: Config) -> Stack:
+    """Experts whose weights add up to 1, and a shared one."""
+    config.ignore("num_shared_expert")  # a size that the weights have
+    config.ignore(norm_topk_prob=True, routed_scaling_factor=1.0, use_mixed_mlp_moe=True)
 
     def mixture(i: int) -> Experts:
-        top = c.moe_topk
+        top = config.moe_topk
         top = top[i] if isinstance(top, list) else top
-        routing = Routing(tensors(f"model.layers.{i}.mlp.gate.wg"), top, renormalised=True)
-        shared = gated(c, i, name="mlp.shared_mlp")
-        return experts(c, i, routing, c.num_experts, shared=shared)
+        logits = linear(f"model.layers.{i}.mlp.gate.wg")
+        routing = Routing(logits, top, renormalised=True)
+        shared = gated(config, i, name="mlp.shared_mlp")
+        return experts(config, i, routing, config.num_experts, shared=shared)
 
-    return _hunyuan(c, mixture)
+    return _hunyuan(config, mixture)
 
 
-def _hunyuan(c: Config, feed_forward: Callable[[int], FeedForward | Experts]) -> Stack:
-    dim, rope = head_dim(c), c.rope_parameters
-    base = None
-    if rope.get("rope_type") == "dynamic" and (alpha := rope.get("alpha")):
-        base = float(rope["rope_theta"] * alpha ** (dim / (dim - 2)))
-    c.ignore(
+def _hunyuan(config: Config, feed_forward: Callable[[int], FeedForward | Experts]) -> Stack:
+    config.ignore(
         "anyres_pooling_size attention_head_dim cla_share_factor class_num dense_list pad_id "
         "mask_init_id org_vocab_size pool_type text_end_id text_start_id",
         norm_type="rms",
         use_qk_norm=True,
         use_rotary_pos_emb=True,
     )
+    dim, rope = head_dim_of(config), config.rope_parameters
+    alpha, base = rope.get("alpha"), None
+    if rope.get("rope_type") == "dynamic" and alpha:
+        base = float(rope["rope_theta"] * alpha ** (dim / (dim - 2)))
 
     def layer(i: int) -> Layer:
-        norms = head_norms(c, i, ("query_layernorm", "key_layernorm"))
-        turned = Rotary(base=base)
-        mixer = attention(c, i, c.attention_bias, norms=norms, norm_last=True, rotary=turned)
-        return layer_of(c, i, mixer, feed_forward(i))
+        mixer = attention(
+            config,
+            i,
+            config.attention_bias,
+            rotary=Rotary(base=base),
+            norms=head_norms(config, i, ("query_layernorm", "key_layernorm")),
+            norm_last=True,
+        )
+        return layer_of(config, i, mixer, feed_forward(i))
 
-    return decoder(c, layer)
+    return decoder(config, layer)
 
 
-def exaone4(c: Config) -> Stack:
-    """Norms after, queries and keys normed by head; with windows, the layers without one have no
-    angles."""
-    c.ignore("sliding_window_pattern")  # `layer_types` follows from it
-    windows = c.get("sliding_window") is not None
+def exaone4(config: Config) -> Stack:
+    """Norms after, queries and keys normed by head. Where there are windows, layers without one
+    have no angles."""
+    config.ignore("sliding_window_pattern")  # `layer_types` follows from it
+    windowed = config.get("sliding_window") is not None
 
     def layer(i: int) -> Layer:
-        still = windows and c.layer_types[i] != "sliding_attention"
-        changes: dict[str, Any] = {"rotary": None} if still else {}
-        mixer = attention(c, i, norms=head_norms(c, i), **changes)
-        return layer_of(c, i, mixer, gated(c, i), AFTER)
+        rotated = not windowed or config.layer_types[i] == "sliding_attention"
+        rotary = Rotary() if rotated else None
+        mixer = attention(config, i, rotary=rotary, norms=head_norms(config, i))
+        return layer_of(config, i, mixer, gated(config, i), AFTER)
 
-    return decoder(c, layer)
+    return decoder(config, layer)
 
 
-def olmo(c: Config) -> Stack:
+def olmo(config: Config) -> Stack:
     """OLMo 1: layer norms without weights."""
-    c.must("clip_qkv")
-    unweighted = Norm((), 1e-5, centred=True)
+    config.must("clip_qkv")
+    norm = Norm((), 1e-5, centred=True)
 
     def layer(i: int) -> Layer:
-        mixer = attention(c, i, c.attention_bias)
-        return layer_of(c, i, mixer, gated(c, i), norm=lambda name: unweighted)
+        mixer = attention(config, i, config.attention_bias)
+        return layer_of(config, i, mixer, gated(config, i), norm=lambda module: norm)
 
-    return decoder(c, layer, norm=unweighted)
+    return decoder(config, layer, norm)
 
 
-def olmo2(c: Config) -> Stack:
+def olmo2(config: Config) -> Stack:
     """Norms after, queries and keys normed over all heads. OLMo 3 has windows, and angles by the
     kind of layer."""
-    kinds = c.get("layer_types")
+    kinds = config.get("layer_types")
 
     def layer(i: int) -> Layer:
-        kind = kinds[i] if kinds else None
-        how = {"norms": head_norms(c, i), "norm_all": True, "rotary": Rotary(kind), "kind": kind}
-        return layer_of(c, i, attention(c, i, c.attention_bias, **how), gated(c, i), AFTER)
+        mixer = attention(
+            config,
+            i,
+            config.attention_bias,
+            rotary=Rotary(kinds[i] if kinds else None),
+            norms=head_norms(config, i),
+            norm_all=True,
+        )
+        return layer_of(config, i, mixer, gated(config, i), AFTER)
 
-    return decoder(c, layer)
+    return decoder(config, layer)

@@ -7,22 +7,22 @@ from quickbeam.models.families.reading import (
     AFTER,
     BEFORE,
     Config,
-    Names,
+    NormNames,
     attention,
     decoder,
     experts,
     gated,
     head_norms,
-    layer_norm,
+    layer_norms,
     layer_of,
-    tensors,
+    linear,
+    stacked,
 )
 from quickbeam.models.stack import (
     Experts,
     FeedForward,
     Layer,
     Linear,
-    Norm,
     ParameterRows,
     Rotary,
     Routing,
@@ -30,47 +30,53 @@ from quickbeam.models.stack import (
 )
 
 
-def mixtral(c: Config) -> Stack:
-    """The weights of the chosen experts add up to 1."""
-    c.ignore("router_jitter_noise")  # of training
+def mixtral(config: Config) -> Stack:
+    """The weights of the active experts add up to 1."""
+    config.ignore("router_jitter_noise")  # of training
+    window = config.get("sliding_window")
 
     def layer(i: int) -> Layer:
-        logits = tensors(f"model.layers.{i}.mlp.gate")
-        routing = Routing(logits, c.num_experts_per_tok, renormalised=True)
-        mixer = attention(c, i, window=c.get("sliding_window"))
-        return layer_of(c, i, mixer, experts(c, i, routing, c.num_local_experts))
+        logits = linear(f"model.layers.{i}.mlp.gate")
+        routing = Routing(logits, config.num_experts_per_tok, renormalised=True)
+        mixture = experts(config, i, routing, config.num_local_experts)
+        return layer_of(config, i, attention(config, i, window=window), mixture)
 
-    return decoder(c, layer)
+    return decoder(config, layer)
 
 
-def olmoe(c: Config, names: Names = BEFORE) -> Stack:
+def olmoe(config: Config, names: NormNames = BEFORE) -> Stack:
     """Queries and keys are normed over all heads. `names`: of the norms."""
-    c.must("clip_qkv")
+    config.must("clip_qkv")
 
     def layer(i: int) -> Layer:
-        logits, renormalised = tensors(f"model.layers.{i}.mlp.gate"), bool(c.norm_topk_prob)
-        routing = Routing(logits, c.num_experts_per_tok, renormalised=renormalised)
-        how = {"norms": head_norms(c, i), "norm_all": True, "window": None}
-        mixer = attention(c, i, c.attention_bias, **how)
-        return layer_of(c, i, mixer, experts(c, i, routing, c.num_experts), names)
+        norms = head_norms(config, i)
+        bias = config.attention_bias
+        mixer = attention(config, i, bias, norms=norms, norm_all=True, window=None)
+        routing = Routing(
+            logits=linear(f"model.layers.{i}.mlp.gate"),
+            top=config.num_experts_per_tok,
+            renormalised=bool(config.norm_topk_prob),
+        )
+        return layer_of(config, i, mixer, experts(config, i, routing, config.num_experts), names)
 
-    return decoder(c, layer)
+    return decoder(config, layer)
 
 
-def flex_olmo(c: Config) -> Stack:
+def flex_olmo(config: Config) -> Stack:
     """OLMoE with norms after."""
-    return olmoe(c, AFTER)
+    return olmoe(config, AFTER)
 
 
-def minimax_m2(c: Config) -> Stack:
-    """Queries and keys are normed over all heads. Experts are chosen by their sigmoids plus a
-    correction, and weighted without it."""
-    c.must("attn_type_list", [1] * c.num_hidden_layers)  # full attention
+def minimax_m2(config: Config) -> Stack:
+    """Queries and keys are normed over all heads.
+
+    Experts are selected by their sigmoids plus a correction, and weighted without it.
+    """
+    config.must("attn_type_list", [1] * config.num_hidden_layers)  # full attention
     # `partial_rotary_factor` says it; of training, and of layers that other models have
-    c.ignore("rotary_dim router_jitter_noise mtp_transformer_layers num_mtp_modules use_mtp")
-    c.ignore("mlp_intermediate_size shared_moe_mode")
-    c.ignore(
-        "",
+    config.ignore("rotary_dim router_jitter_noise mtp_transformer_layers num_mtp_modules use_mtp")
+    config.ignore("mlp_intermediate_size shared_moe_mode")
+    config.ignore(
         layernorm_full_attention_beta=1.0,
         layernorm_linear_attention_beta=1.0,
         layernorm_mlp_beta=1.0,
@@ -81,141 +87,159 @@ def minimax_m2(c: Config) -> Stack:
     )
 
     def layer(i: int) -> Layer:
-        at = f"model.layers.{i}.mlp"
+        prefix = f"model.layers.{i}.mlp"
+        mixer = attention(config, i, norms=head_norms(config, i), norm_all=True, window=None)
         routing = Routing(
-            tensors(f"{at}.gate"),
-            c.num_experts_per_tok,
-            "sigmoid",
-            f"{at}.e_score_correction_bias",
+            logits=linear(f"{prefix}.gate"),
+            top=config.num_experts_per_tok,
+            scores="sigmoid",
+            correction=f"{prefix}.e_score_correction_bias",
             renormalised=True,
         )
-        mixer = attention(c, i, norms=head_norms(c, i), norm_all=True, window=None)
-        return layer_of(c, i, mixer, experts(c, i, routing, c.num_local_experts))
+        return layer_of(config, i, mixer, experts(config, i, routing, config.num_local_experts))
 
-    return decoder(c, layer)
+    return decoder(config, layer)
 
 
-def afmoe(c: Config) -> Stack:
+def afmoe(config: Config) -> Stack:
     """Arcee's Trinity: gates of what attention gives, no angles in layers without a window.
 
-    Dense layers come first. Then experts chosen by their sigmoids plus a correction, and shared
+    Dense layers come first. Then experts selected by their sigmoids plus a correction, and shared
     ones.
     """
-    c.must("attention_bias", False)
-    c.must("score_func", "sigmoid")
-    c.must("route_norm", True)
+    config.must("attention_bias", False)
+    config.must("score_func", "sigmoid")
+    config.must("route_norm", True)
     for groups in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
-        c.must(groups, 1)
-    c.ignore("global_attn_every_n_layers")  # `layer_types` follows from it
-    c.ignore("load_balance_coeff use_grouped_mm")  # of training, and of another program
-    names = (BEFORE[0], "pre_mlp_layernorm", BEFORE[1], "post_mlp_layernorm")
+        config.must(groups, 1)
+    config.ignore("global_attn_every_n_layers")  # `layer_types` follows from it
+    config.ignore("load_balance_coeff use_grouped_mm")  # of training, and of another program
+    names = NormNames(
+        attention_before="input_layernorm",
+        feed_forward_before="pre_mlp_layernorm",
+        attention_after="post_attention_layernorm",
+        feed_forward_after="post_mlp_layernorm",
+    )
 
-    def fed(i: int) -> FeedForward | Experts:
-        at = f"model.layers.{i}.mlp"
-        if i < c.num_dense_layers:
-            return gated(c, i)
+    def feed_forward(i: int) -> FeedForward | Experts:
+        prefix = f"model.layers.{i}.mlp"
+        if i < config.num_dense_layers:
+            return gated(config, i)
         routing = Routing(
-            tensors(f"{at}.router.gate"),
-            c.num_experts_per_tok,
-            "sigmoid",
-            f"{at}.expert_bias",
+            logits=linear(f"{prefix}.router.gate"),
+            top=config.num_experts_per_tok,
+            scores="sigmoid",
+            correction=f"{prefix}.expert_bias",
             renormalised=True,
             plus=1e-20,
-            factor=float(c.route_scale),
+            factor=float(config.route_scale),
         )
-        c.ignore("num_shared_experts")  # side by side, as one
-        shared = gated(c, i, name="mlp.shared_experts")
-        return experts(c, i, routing, c.num_experts, shared=shared)
+        config.ignore("num_shared_experts")  # side by side, as one
+        shared = gated(config, i, name="mlp.shared_experts")
+        return experts(config, i, routing, config.num_experts, shared=shared)
 
     def layer(i: int) -> Layer:
-        at = f"model.layers.{i}.self_attn"
+        prefix = f"model.layers.{i}.self_attn"
         mixer = attention(
-            c,
+            config,
             i,
-            qkv=tensors(*(f"{at}.{name}_proj" for name in ("q", "k", "v", "gate"))),
-            norms=head_norms(c, i),
+            rotary=Rotary() if config.layer_types[i] == "sliding_attention" else None,
+            qkv=stacked(prefix, "q_proj", "k_proj", "v_proj", "gate_proj"),
+            norms=head_norms(config, i),
             gated=True,
-            rotary=Rotary() if c.layer_types[i] == "sliding_attention" else None,
         )
-        return layer_of(c, i, mixer, fed(i), names)
+        return layer_of(config, i, mixer, feed_forward(i), names)
 
-    return decoder(c, layer, scale=float(c.hidden_size**0.5) if c.mup_enabled else 1.0)
+    scale = float(config.hidden_size**0.5) if config.mup_enabled else 1.0
+    return decoder(config, layer, scale=scale)
 
 
-def phimoe(c: Config) -> Stack:
+def phimoe(config: Config) -> Stack:
     """Layer norms, and two experts whose weights don't add up to 1."""
-    c.must("num_experts_per_tok", 2)
-
-    def norm(module: str) -> Norm:
-        return layer_norm(module, c.rms_norm_eps)
+    config.must("num_experts_per_tok", 2)
+    norm, window = layer_norms(config.rms_norm_eps), config.get("sliding_window")
 
     def layer(i: int) -> Layer:
-        logits = tensors(f"model.layers.{i}.mlp.router")
-        routing = Routing(logits, 2, "mixer", jitter=float(c.router_jitter_noise))
-        mixer = attention(c, i, c.attention_bias, window=c.get("sliding_window"))
-        return layer_of(c, i, mixer, experts(c, i, routing, c.num_local_experts), norm=norm)
+        mixer = attention(config, i, config.attention_bias, window=window)
+        logits = linear(f"model.layers.{i}.mlp.router")
+        routing = Routing(logits, 2, "mixer", jitter=float(config.router_jitter_noise))
+        mixture = experts(config, i, routing, config.num_local_experts)
+        return layer_of(config, i, mixer, mixture, norm=norm)
 
-    head = tensors("lm_head", bias=c.lm_head_bias)
-    return decoder(c, layer, norm=norm("model.norm"), head=head)
+    head = linear("lm_head", bias=config.lm_head_bias)
+    return decoder(config, layer, norm("model.norm"), head=head)
 
 
-def ernie4_5_moe(c: Config) -> Stack:
-    """Experts are chosen by their softmax plus a correction, and weighted without it. Neighbouring
-    dimensions turn together."""
-    c.must("use_rmsnorm", True)
-    c.must("moe_gate", "topk")
-    c.ignore("moe_capacity moe_use_aux_free")  # of training
+def ernie4_5_moe(config: Config) -> Stack:
+    """Experts are selected by their softmax plus a correction, and weighted without it.
 
-    def layer(i: int) -> Layer:
-        at, bias = f"model.layers.{i}", bool(c.use_bias)
-        mixer = attention(c, i, bias, rotary=Rotary(interleaved=True))
-        first, last, each = (c.moe_layer_start_index, c.moe_layer_end_index, c.moe_layer_interval)
-        if not first <= i <= last or (i + 1) % each:
-            return layer_of(c, i, mixer, gated(c, i, bias))
+    Rotary dimensions are interleaved.
+    """
+    config.must("use_rmsnorm", True)
+    config.must("moe_gate", "topk")
+    config.ignore("moe_capacity moe_use_aux_free")  # of training
+    bias = bool(config.use_bias)
+
+    def feed_forward(i: int) -> FeedForward | Experts:
+        gate = f"model.layers.{i}.mlp.gate"
+        first, last = config.moe_layer_start_index, config.moe_layer_end_index
+        if not first <= i <= last or (i + 1) % config.moe_layer_interval:
+            return gated(config, i, bias)
         routing = Routing(
-            tensors(f"{at}.mlp.gate"),
-            c.moe_k,
-            correction=f"{at}.mlp.gate.moe_statics.e_score_correction_bias",
+            logits=linear(gate),
+            top=config.moe_k,
+            correction=f"{gate}.moe_statics.e_score_correction_bias",
             renormalised=True,
-            least=float(c.moe_norm_min),
+            least=float(config.moe_norm_min),
         )
         shared = None
-        if c.moe_num_shared_experts:
-            shared = gated(c, i, bias, name="mlp.shared_experts")
-        return layer_of(c, i, mixer, experts(c, i, routing, c.moe_num_experts, shared=shared))
+        if config.moe_num_shared_experts:
+            shared = gated(config, i, bias, name="mlp.shared_experts")
+        return experts(config, i, routing, config.moe_num_experts, shared=shared)
 
-    return decoder(c, layer)
+    def layer(i: int) -> Layer:
+        mixer = attention(config, i, bias, rotary=Rotary(interleaved=True))
+        return layer_of(config, i, mixer, feed_forward(i))
+
+    return decoder(config, layer)
 
 
-def gpt_oss(c: Config) -> Stack:
-    """A sink for each head, and experts with biases and a clamped gate, whose weights are stored
-    transposed, a gate and what it lets through in turn."""
-    # not used, or given by others
-    c.ignore("hidden_act experts_per_token initial_context_length")
+def gpt_oss(config: Config) -> Stack:
+    """A sink for each head, and experts with biases and a clamped gate.
 
-    def expert(at: str, n: int) -> FeedForward:
-        def pair(name: str) -> tuple[ParameterRows, ...]:
-            inner = c.intermediate_size
-            return tuple(
-                ParameterRows(name, k, 2, inner, transposed=True, expert=n) for k in (0, 1)
-            )
+    Weights of experts are stored as `[inputs, outputs]`. Of their outputs, gates alternate with
+    what these multiply.
+    """
+    # not used, or follow from others
+    config.ignore("hidden_act experts_per_token initial_context_length")
+    inner = config.intermediate_size
 
-        down = ParameterRows(f"{at}.down_proj", transposed=True, expert=n)
+    def gate_and_up(name: str, number: int) -> tuple[ParameterRows, ...]:
+        return tuple(
+            ParameterRows(name, k, 2, inner, transposed=True, expert=number) for k in (0, 1)
+        )
+
+    def expert(prefix: str, number: int) -> FeedForward:
+        weights = gate_and_up(f"{prefix}.gate_up_proj", number)
+        biases = gate_and_up(f"{prefix}.gate_up_proj_bias", number)
+        down = ParameterRows(f"{prefix}.down_proj", transposed=True, expert=number)
+        down_bias = ParameterRows(f"{prefix}.down_proj_bias", expert=number)
         return FeedForward(
-            Linear(pair(f"{at}.gate_up_proj"), pair(f"{at}.gate_up_proj_bias")),
-            Linear((down,), (ParameterRows(f"{at}.down_proj_bias", expert=n),)),
-            "clamped",
-            True,
-            limit=float(c.swiglu_limit),
-            slope=float(c.swiglu_alpha),
+            up=Linear(weights, biases),
+            down=Linear((down,), (down_bias,)),
+            activation="clamped",
+            gated=True,
+            limit=float(config.swiglu_limit),
+            slope=float(config.swiglu_alpha),
         )
 
     def layer(i: int) -> Layer:
-        at = f"model.layers.{i}"
-        logits = tensors(f"{at}.mlp.router", bias=True)
-        routing = Routing(logits, c.num_experts_per_tok, "softmax_of_chosen")
-        chosen = (expert(f"{at}.mlp.experts", n) for n in range(c.num_local_experts))
-        mixer = attention(c, i, c.attention_bias, rotary=Rotary(), sinks=f"{at}.self_attn.sinks")
-        return layer_of(c, i, mixer, Experts(routing, tuple(chosen)))
+        prefix = f"model.layers.{i}"
+        mixer = attention(config, i, config.attention_bias, sinks=f"{prefix}.self_attn.sinks")
+        logits = linear(f"{prefix}.mlp.router", bias=True)
+        routing = Routing(logits, config.num_experts_per_tok, "softmax_of_chosen")
+        count = config.num_local_experts
+        mixture = tuple(expert(f"{prefix}.mlp.experts", number) for number in range(count))
+        return layer_of(config, i, mixer, Experts(routing, mixture))
 
-    return decoder(c, layer)
+    return decoder(config, layer)

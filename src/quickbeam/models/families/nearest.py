@@ -9,7 +9,7 @@ from typing import Any
 from quickbeam.models.families.reading import PAGE, NotDescribed
 
 COMPARED = 6  # families of similar names, whose fields are compared
-USUAL = "llama"  # compared as well
+COMMON = "llama"  # compared as well
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # how classes of causal language models are named
 
 
@@ -19,15 +19,16 @@ def undescribed(fields: Mapping[str, Any], described: Collection[str]) -> NotDes
     `described`: the `model_type`s of all families.
     """
     kind = str(fields.get("model_type"))
-    name = str(next(iter(fields.get("architectures") or ()), kind))
-    every = _with_defaults(kind, fields)
-    if every.get("is_encoder_decoder"):
+    architectures = fields.get("architectures") or [kind]
+    name = str(architectures[0])
+    fields_set = _with_defaults(kind, fields)
+    if fields_set.get("is_encoder_decoder"):
         return NotDescribed(
             f"{name} is an encoder-decoder; quickbeam runs decoder-only causal language models"
         )
-    if isinstance(every.get("text_config"), dict):
-        parts = sorted(part for part, own in every.items() if _is_part(part, own))
-        inner = every["text_config"].get("model_type")
+    if isinstance(fields_set.get("text_config"), dict):
+        parts = sorted(part for part, value in fields_set.items() if _is_part(part, value))
+        inner = fields_set["text_config"].get("model_type")
         return NotDescribed(
             f"{name} reads more than text ({', '.join(parts)}): take a checkpoint of its language "
             f"model alone ({inner}), or another model for text"
@@ -39,24 +40,24 @@ def undescribed(fields: Mapping[str, Any], described: Collection[str]) -> NotDes
     code = ", and Python code that comes with a model is not run" if "auto_map" in fields else ""
     return NotDescribed(
         f"no family describes {name} (model_type {kind!r}){code}; the nearest by name and fields "
-        f"is {nearest(kind, every, described)!r}, and {PAGE} says how to describe one"
+        f"is {nearest(kind, fields_set, described)!r}, and {PAGE} says how to describe one"
     )
 
 
 def nearest(kind: str, fields: Collection[str], described: Collection[str]) -> str:
-    """Return which family's `model_type` and names of fields are most alike."""
+    """Return the family whose `model_type` and names of fields are most alike."""
     from transformers import CONFIG_MAPPING
 
-    compared = {USUAL, *get_close_matches(kind, described, n=COMPARED, cutoff=0.0)}
-    known = {one: {*CONFIG_MAPPING[one]().to_dict()} for one in compared}
-    usual = set.intersection(*known.values())  # names that tell nothing
+    candidates = {COMMON, *get_close_matches(kind, described, n=COMPARED, cutoff=0.0)}
+    fields_of = {family: {*CONFIG_MAPPING[family]().to_dict()} for family in candidates}
+    uninformative = set.intersection(*fields_of.values())
 
-    def likeness(one: str) -> float:
-        own, theirs = known[one] - usual, {*fields} - usual
-        shared = len(own & theirs) / max(1, len(own | theirs))
-        return shared + SequenceMatcher(None, kind, one).ratio()
+    def likeness(family: str) -> float:
+        these, theirs = {*fields} - uninformative, fields_of[family] - uninformative
+        shared = len(these & theirs) / max(1, len(these | theirs))
+        return shared + SequenceMatcher(None, kind, family).ratio()
 
-    return max(sorted(compared), key=likeness)
+    return max(sorted(candidates), key=likeness)
 
 
 def _with_defaults(kind: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:

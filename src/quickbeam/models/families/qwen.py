@@ -14,8 +14,9 @@ from quickbeam.models.families.reading import (
     gated,
     head_norms,
     layer_of,
-    rms,
-    tensors,
+    linear,
+    rms_norms,
+    stacked,
 )
 from quickbeam.models.stack import (
     Attention,
@@ -24,7 +25,6 @@ from quickbeam.models.stack import (
     Layer,
     Linear,
     LinearAttention,
-    Norm,
     ParameterRows,
     Rotary,
     Routing,
@@ -32,170 +32,199 @@ from quickbeam.models.stack import (
 )
 
 
-def qwen2(c: Config) -> Stack:
-    c.ignore("use_sliding_window")  # `layer_types` follows from it
-    return decoder(c, lambda i: layer_of(c, i, attention(c, i, True, out_bias=False), gated(c, i)))
+def qwen2(config: Config) -> Stack:
+    config.ignore("use_sliding_window")  # `layer_types` follows from it
+
+    def layer(i: int) -> Layer:
+        mixer = attention(config, i, bias=True, out_bias=False)
+        return layer_of(config, i, mixer, gated(config, i))
+
+    return decoder(config, layer)
 
 
-def qwen3(c: Config) -> Stack:
+def qwen3(config: Config) -> Stack:
     """Queries and keys are normed by head."""
-    c.ignore("use_sliding_window")
+    config.ignore("use_sliding_window")
 
     def layer(i: int) -> Layer:
-        mixer = attention(c, i, c.attention_bias, norms=head_norms(c, i))
-        return layer_of(c, i, mixer, gated(c, i))
+        mixer = attention(config, i, config.attention_bias, norms=head_norms(config, i))
+        return layer_of(config, i, mixer, gated(config, i))
 
-    return decoder(c, layer)
-
-
-def _sparse(c: Config, i: int, shared: bool, renormalised: bool) -> FeedForward | Experts:
-    """Return the feed-forward of layer `i`: of experts in every so many layers."""
-    if i in c.mlp_only_layers or not c.num_experts or (i + 1) % c.decoder_sparse_step:
-        return gated(c, i)
-    return _experts(c, i, shared, renormalised)
+    return decoder(config, layer)
 
 
-def _experts(c: Config, i: int, shared: bool, renormalised: bool) -> Experts:
-    at = f"model.layers.{i}.mlp"
-    routing = Routing(tensors(f"{at}.gate"), c.num_experts_per_tok, renormalised=renormalised)
-    if not shared:
-        return experts(c, i, routing, c.num_experts)
-    gate = tensors(f"{at}.shared_expert_gate")
-    beside = gated(c, i, name="mlp.shared_expert")
-    return experts(c, i, routing, c.num_experts, shared=beside, shared_gate=gate)
-
-
-def qwen2_moe(c: Config) -> Stack:
+def qwen2_moe(config: Config) -> Stack:
     """A shared expert, times the sigmoid of a gate."""
-    c.ignore("use_sliding_window")
+    config.ignore("use_sliding_window")
 
     def layer(i: int) -> Layer:
-        mixer = attention(c, i, c.qkv_bias, out_bias=False)
-        return layer_of(c, i, mixer, _sparse(c, i, True, bool(c.norm_topk_prob)))
+        mixer = attention(config, i, config.qkv_bias, out_bias=False)
+        return layer_of(config, i, mixer, _sparse(config, i, shared=True))
 
-    return decoder(c, layer)
+    return decoder(config, layer)
 
 
-def _hybrid(c: Config, fed: Callable[[int], FeedForward | Experts], apart: bool) -> Stack:
-    """Gated delta rule in most layers, gated attention in the others.
+def qwen3_moe(config: Config, renormalised: bool | None = None) -> Stack:
+    """`renormalised`: None where the configuration says it."""
+    config.ignore("use_sliding_window")  # `sliding_window` follows from it
+    window = config.get("sliding_window")
 
-    `apart`: the delta rule's projections are tensors of their own.
+    def layer(i: int) -> Layer:
+        norms = head_norms(config, i)
+        mixer = attention(config, i, config.attention_bias, norms=norms, window=window)
+        return layer_of(config, i, mixer, _sparse(config, i, renormalised=renormalised))
+
+    return decoder(config, layer)
+
+
+def qwen3_vl_moe(config: Config) -> Stack:
+    """The weights of the active experts add up to 1."""
+    config.ignore(norm_topk_prob=True)
+    return qwen3_moe(config, renormalised=True)
+
+
+def mellum(config: Config) -> Stack:
+    """Windows, and angles by the kind of layer. `mlp_layer_types` names the dense layers."""
+    config.ignore("mtp_layer_types mtp_mlp_layer_types")
+
+    def layer(i: int) -> Layer:
+        rotary, norms = Rotary(config.layer_types[i]), head_norms(config, i)
+        mixer = attention(config, i, config.attention_bias, rotary=rotary, norms=norms)
+        dense = config.mlp_layer_types[i] == "dense"
+        return layer_of(config, i, mixer, gated(config, i) if dense else _experts(config, i))
+
+    return decoder(config, layer)
+
+
+def qwen3_5(config: Config) -> Stack:
+    return _hybrid(config, lambda i: gated(config, i), separate=True)
+
+
+def qwen3_5_moe(config: Config) -> Stack:
+    def mixture(i: int) -> Experts:
+        return _experts(config, i, shared=True, renormalised=True)
+
+    return _hybrid(config, mixture, separate=True)
+
+
+def qwen3_next(config: Config) -> Stack:
+    return _hybrid(config, lambda i: _sparse(config, i, shared=True), separate=False)
+
+
+def _sparse(
+    config: Config, i: int, shared: bool = False, renormalised: bool | None = None
+) -> FeedForward | Experts:
+    """Return the feed-forward of layer `i`: experts in each `decoder_sparse_step`-th layer.
+
+    The other arguments are those of `_experts`.
     """
-    c.ignore("full_attention_interval")  # `layer_types` follows from it
-    c.ignore("mtp_num_hidden_layers mtp_use_dedicated_embeddings")
-    c.ignore("", attn_output_gate=True, mamba_ssm_dtype="float32")
-
-    def norm(module: str) -> Norm:
-        return rms(c, module, plus_one=True)
-
-    def mixer(i: int) -> Attention | LinearAttention:
-        if (kind := c.layer_types[i]) == "linear_attention":
-            return _delta(c, f"model.layers.{i}.linear_attn", apart)
-        if kind != "full_attention":
-            raise NotDescribed(f"a layer of kind {kind}")
-        return _gated_attention(c, i)
-
-    def layer(i: int) -> Layer:
-        return layer_of(c, i, mixer(i), fed(i), norm=norm)
-
-    return decoder(c, layer, norm=norm("model.norm"))
+    dense = i in config.mlp_only_layers or not config.num_experts
+    if dense or (i + 1) % config.decoder_sparse_step:
+        return gated(config, i)
+    return _experts(config, i, shared, renormalised)
 
 
-def _gated_attention(c: Config, i: int) -> Attention:
-    """Each head's rows of `q_proj` are its query and its gate."""
-    at, heads = f"model.layers.{i}.self_attn", c.num_attention_heads
-
-    def rows(kind: str) -> tuple[ParameterRows, ...]:
-        query, gate = (ParameterRows(f"{at}.q_proj.{kind}", part, 2, heads) for part in (0, 1))
-        return (
-            query,
-            ParameterRows(f"{at}.k_proj.{kind}"),
-            ParameterRows(f"{at}.v_proj.{kind}"),
-            gate,
-        )
-
-    qkv = Linear(rows("weight"), rows("bias") if c.attention_bias else ())
-    norms = head_norms(c, i, plus_one=True)
-    return attention(c, i, c.attention_bias, qkv=qkv, norms=norms, gated=True)
-
-
-def _delta(c: Config, at: str, apart: bool) -> LinearAttention:
-    keys, heads = c.linear_num_key_heads, c.linear_num_value_heads
-    key, value = c.linear_key_head_dim, c.linear_value_head_dim
-    if c.hidden_act != "silu" or key % 4:
-        raise NotDescribed(f"a gated delta rule with {c.hidden_act} and keys of {key} numbers")
-    both = tuple(ParameterRows(f"{at}.in_proj_ba.weight", part, 2, keys) for part in (0, 1))
-    if apart:
-        into = tensors(*(f"{at}.in_proj_{name}" for name in ("qkv", "z", "b", "a")))
-    elif c.get("gates_apart"):  # in .gguf files
-        into = Linear((*tensors(f"{at}.in_proj_qkv", f"{at}.in_proj_z").weights, *both))
-    else:  # of each key head: its query, its key, its heads' values, and their gates; rates, decays
-        each = heads // keys
-        edges = (0, key, 2 * key, 2 * key + each * value, 2 * key + 2 * each * value)
-        cuts = (
-            ParameterRows(f"{at}.in_proj_qkvz.weight", heads=keys, cut=cut)
-            for cut in pairwise(edges)
-        )
-        into = Linear((*cuts, *both))
-    return LinearAttention(
-        into,
-        tensors(f"{at}.out_proj"),
-        f"{at}.conv1d.weight",
-        None,
-        c.linear_conv_kernel_dim,
-        heads,
-        keys,
-        key,
-        value,
-        f"{at}.A_log",
-        f"{at}.dt_bias",
-        True,
-        rms(c, f"{at}.norm"),
-        heads,
-        tiled=bool(c.get("value_heads_tiled")),  # in .gguf files
+def _experts(
+    config: Config, i: int, shared: bool = False, renormalised: bool | None = None
+) -> Experts:
+    """`shared`: whether there is a shared expert. `renormalised`: whether the weights of a row's
+    experts add up to 1; None where the configuration says it."""
+    if renormalised is None:
+        renormalised = bool(config.norm_topk_prob)
+    prefix = f"model.layers.{i}.mlp"
+    logits = linear(f"{prefix}.gate")
+    routing = Routing(logits, config.num_experts_per_tok, renormalised=renormalised)
+    if not shared:
+        return experts(config, i, routing, config.num_experts)
+    return experts(
+        config,
+        i,
+        routing,
+        config.num_experts,
+        shared=gated(config, i, name="mlp.shared_expert"),
+        shared_gate=linear(f"{prefix}.shared_expert_gate"),
     )
 
 
-def qwen3_5(c: Config) -> Stack:
-    return _hybrid(c, lambda i: gated(c, i), apart=True)
+def _hybrid(
+    config: Config, feed_forward: Callable[[int], FeedForward | Experts], separate: bool
+) -> Stack:
+    """Gated delta rule in most layers, gated attention in the others.
 
+    `separate`: as of `_delta_rule`.
+    """
+    config.ignore("full_attention_interval")  # `layer_types` follows from it
+    config.ignore("mtp_num_hidden_layers mtp_use_dedicated_embeddings")
+    config.ignore(attn_output_gate=True, mamba_ssm_dtype="float32")
+    norm = rms_norms(config.rms_norm_eps, plus_one=True)
 
-def qwen3_5_moe(c: Config) -> Stack:
-    return _hybrid(c, lambda i: _experts(c, i, shared=True, renormalised=True), apart=True)
-
-
-def qwen3_next(c: Config) -> Stack:
-    return _hybrid(c, lambda i: _sparse(c, i, True, bool(c.norm_topk_prob)), apart=False)
-
-
-def qwen3_vl_moe(c: Config) -> Stack:
-    """The weights of the chosen experts add up to 1."""
-    c.ignore("", norm_topk_prob=True)
-    return qwen3_moe(c, renormalised=True)
-
-
-def qwen3_moe(c: Config, renormalised: bool | None = None) -> Stack:
-    """`renormalised`: None where the configuration says it."""
-    c.ignore("use_sliding_window")  # `sliding_window` follows from it
-    renormalised = bool(c.norm_topk_prob) if renormalised is None else renormalised
+    def mixer(i: int) -> Attention | LinearAttention:
+        kind = config.layer_types[i]
+        if kind == "linear_attention":
+            return _delta_rule(config, f"model.layers.{i}.linear_attn", separate)
+        if kind != "full_attention":
+            raise NotDescribed(f"a layer of kind {kind}")
+        return _gated_attention(config, i)
 
     def layer(i: int) -> Layer:
-        norms, window = head_norms(c, i), c.get("sliding_window")
-        mixer = attention(c, i, c.attention_bias, norms=norms, window=window)
-        return layer_of(c, i, mixer, _sparse(c, i, False, renormalised))
+        return layer_of(config, i, mixer(i), feed_forward(i), norm=norm)
 
-    return decoder(c, layer)
+    return decoder(config, layer, norm("model.norm"))
 
 
-def mellum(c: Config) -> Stack:
-    """Windows, and angles by the kind of layer. `mlp_layer_types` names the dense layers."""
-    c.ignore("mtp_layer_types mtp_mlp_layer_types")
+def _gated_attention(config: Config, i: int) -> Attention:
+    """Each head's rows of `q_proj` are its query and its gate."""
+    prefix, heads = f"model.layers.{i}.self_attn", config.num_attention_heads
 
-    def layer(i: int) -> Layer:
-        kind, norms = c.layer_types[i], head_norms(c, i)
-        mixer = attention(c, i, c.attention_bias, norms=norms, rotary=Rotary(kind), kind=kind)
-        if c.mlp_layer_types[i] == "dense":
-            return layer_of(c, i, mixer, gated(c, i))
-        return layer_of(c, i, mixer, _experts(c, i, False, bool(c.norm_topk_prob)))
+    def rows(kind: str) -> tuple[ParameterRows, ...]:
+        query, gate = (ParameterRows(f"{prefix}.q_proj.{kind}", part, 2, heads) for part in (0, 1))
+        return (
+            query,
+            ParameterRows(f"{prefix}.k_proj.{kind}"),
+            ParameterRows(f"{prefix}.v_proj.{kind}"),
+            gate,
+        )
 
-    return decoder(c, layer)
+    bias, norm = config.attention_bias, rms_norms(config.rms_norm_eps, plus_one=True)
+    qkv = Linear(rows("weight"), rows("bias") if bias else ())
+    norms = head_norms(config, i, norm=norm)
+    return attention(config, i, bias, qkv=qkv, norms=norms, gated=True)
+
+
+def _delta_rule(config: Config, prefix: str, separate: bool) -> LinearAttention:
+    """`separate`: the projections are tensors of their own, not interleaved by key head."""
+    key_heads, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    if config.hidden_act != "silu" or key_dim % 4:
+        raise NotDescribed(
+            f"a gated delta rule with {config.hidden_act} and keys of {key_dim} numbers"
+        )
+    # of each key head the rates of its heads, then their decays
+    rates, decays = (ParameterRows(f"{prefix}.in_proj_ba.weight", k, 2, key_heads) for k in (0, 1))
+    if separate:
+        into = stacked(prefix, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    elif config.get("gates_apart"):  # in .gguf files
+        into = Linear((*stacked(prefix, "in_proj_qkv", "in_proj_z").weights, rates, decays))
+    else:  # of each key head its query, its key, and the values and gates of its heads
+        values = heads // key_heads * value_dim
+        bounds = (0, key_dim, 2 * key_dim, 2 * key_dim + values, 2 * key_dim + 2 * values)
+        name = f"{prefix}.in_proj_qkvz.weight"
+        cuts = (ParameterRows(name, heads=key_heads, cut=cut) for cut in pairwise(bounds))
+        into = Linear((*cuts, rates, decays))
+    return LinearAttention(
+        into=into,
+        out=linear(f"{prefix}.out_proj"),
+        weight=f"{prefix}.conv1d.weight",
+        bias=None,
+        taps=config.linear_conv_kernel_dim,
+        heads=heads,
+        key_heads=key_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        log_slope=f"{prefix}.A_log",
+        shift=f"{prefix}.dt_bias",
+        delta=True,
+        norm=rms_norms(config.rms_norm_eps)(f"{prefix}.norm"),
+        groups=heads,
+        tiled=bool(config.get("value_heads_tiled")),  # in .gguf files
+    )

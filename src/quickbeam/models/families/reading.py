@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,7 +52,7 @@ _HARMLESS = """
     unsloth_fixed unsloth_version use_cache vocab_size
 """
 HARMLESS = set(_HARMLESS.split())
-EXPERTS_HERE = ("gpt_oss", "minimax_m2", "mixtral", "qwen3_moe", "qwen3_vl_moe_text")
+_LOCAL_EXPERTS = ("gpt_oss", "minimax_m2", "mixtral", "qwen3_moe", "qwen3_vl_moe_text")
 # other names of attributes, by the configuration's model_type, as transformers has them
 _DEEPSEEK = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 _GPT2 = {
@@ -91,21 +92,35 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "sarvam_mla": _DEEPSEEK
     | {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
     "solar_open": {"num_local_experts": "n_routed_experts"},
-    **{kind: {"num_experts": "num_local_experts"} for kind in EXPERTS_HERE},
+    **{kind: {"num_experts": "num_local_experts"} for kind in _LOCAL_EXPERTS},
 }
 # model types whose layers heed `partial_rotary_factor`; transformers' code for others doesn't
-PARTIAL = {
-    *("bamba", "glm", "glm4", "glm4_moe", "glm4v_text", "gpt_neox", "mellum", "minimax_m2"),
-    *("nemotron", "persimmon", "phi", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-    *("solar_open", "stablelm"),
-}
+_PARTIAL = """
+    bamba glm glm4 glm4_moe glm4v_text gpt_neox mellum minimax_m2 nemotron persimmon phi phi3
+    qwen3_5_moe_text qwen3_5_text qwen3_next solar_open stablelm
+"""
+PARTIAL = set(_PARTIAL.split())
+ROTARY = Rotary()  # angles by the configuration's `rope_parameters`
 PAGE = "docs/extending/architectures.md"  # how a family is described
 MOST = 4096  # layers, or experts of a layer, that a configuration is believed to name
-# Norms of a layer by their modules' names: before its mixer and its feed-forward, and after them.
-Names = tuple[str | None, ...]
-BEFORE: Names = ("input_layernorm", "post_attention_layernorm")
-AFTER: Names = (None, None, "post_attention_layernorm", "post_feedforward_layernorm")
-AROUND: Names = ("input_layernorm", "pre_feedforward_layernorm", *AFTER[2:])
+NormMaker = Callable[[str], Norm]  # from a module's name
+
+
+class NormNames(NamedTuple):
+    """The modules' names of a layer's norms, by the fields of `Layer`; None for no norm."""
+
+    attention_before: str | None
+    feed_forward_before: str | None
+    attention_after: str | None = None
+    feed_forward_after: str | None = None
+
+
+BEFORE = NormNames("input_layernorm", "post_attention_layernorm")
+AFTER = NormNames(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
+AROUND = AFTER._replace(
+    attention_before="input_layernorm", feed_forward_before="pre_feedforward_layernorm"
+)
+PARALLEL = NormNames("input_layernorm", None)  # the feed-forward reads what the attention reads
 
 
 class NotDescribed(InvalidInput):
@@ -119,7 +134,9 @@ class Config:
     """
 
     def __init__(self, config: Any, number_format: torch.dtype) -> None:
-        self._config, self._read, self.number_format = config, set[str](), number_format
+        self._config = config
+        self._read = set[str]()
+        self.number_format = number_format
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(self._config, name):
@@ -132,27 +149,28 @@ class Config:
         value = getattr(self._config, name, None)
         return default if value is None else value
 
-    def ignore(self, names: str, **only: Any) -> None:
-        """Accept attributes that change nothing in the family's models, by their `names`.
+    def ignore(self, names: str = "", **only: Any) -> None:
+        """Accept attributes that change nothing in the family's models.
 
-        They follow from others, or transformers' code for the family doesn't read them. `only`:
-        those that may have one value.
+        `names`: separated by spaces. These attributes follow from others, or transformers' code for
+        the family doesn't read them. `only`: attributes that are accepted with this value alone.
         """
-        same = [name for name, one in only.items() if getattr(self._config, name, None) == one]
+        equal = [name for name, value in only.items() if getattr(self._config, name, None) == value]
         other_names = self._config.attribute_map
-        self._read.update(other_names.get(name, name) for name in (*names.split(), *same))
+        self._read.update(other_names.get(name, name) for name in (*names.split(), *equal))
 
     def must(self, name: str, *accepted: Any) -> None:
         """Raise `NotDescribed` for an attribute with another value than `accepted` and None."""
-        if (value := self.get(name)) is not None and value not in accepted:
+        value = self.get(name)
+        if value is not None and value not in accepted:
             raise NotDescribed(f"{name}={value!r}")
 
     def layer(self, i: int) -> Config:
         """Return the configuration of layer `i`, for a model whose layers may have their own."""
         fields = self._config.to_dict()
-        each = {int(number): own for number, own in (fields.get("per_layer_config") or {}).items()}
-        names = SimpleNamespace(attribute_map={}, **fields | each.get(i, {}))
-        config = Config(names, self.number_format)
+        by_layer = fields.get("per_layer_config") or {}
+        overrides = {int(number): values for number, values in by_layer.items()}.get(i, {})
+        config = Config(SimpleNamespace(attribute_map={}, **fields | overrides), self.number_format)
         self._read.add("per_layer_config")
         config._read = self._read
         return config
@@ -180,12 +198,17 @@ def check_count(count: Any, what: str) -> None:
         )
 
 
-def tensors(*modules: str, bias: bool = False, transposed: bool = False) -> Linear:
-    """Return the stacked weights, and biases, of modules."""
+def linear(*modules: str, bias: bool = False, transposed: bool = False) -> Linear:
+    """Return the weights of modules one below the other, and with `bias` their biases."""
     return Linear(
         tuple(ParameterRows(f"{name}.weight", transposed=transposed) for name in modules),
         tuple(ParameterRows(f"{name}.bias") for name in modules) if bias else (),
     )
+
+
+def stacked(prefix: str, *names: str, bias: bool = False) -> Linear:
+    """Return the weights of the modules `names` in the module `prefix`, as `linear` does."""
+    return linear(*(f"{prefix}.{name}" for name in names), bias=bias)
 
 
 def halves(module: str) -> Linear:
@@ -195,12 +218,24 @@ def halves(module: str) -> Linear:
     )
 
 
-def rms(c: Config, module: str, plus_one: bool = False) -> Norm:
-    return Norm((f"{module}.weight",), float(c.rms_norm_eps), plus_one=plus_one)
+def rms_norms(epsilon: float, plus_one: bool = False) -> NormMaker:
+    """Return what makes an RMS norm of a module's name. `plus_one`: weights are stored less 1."""
+    return lambda module: Norm((f"{module}.weight",), float(epsilon), plus_one=plus_one)
 
 
-def layer_norm(module: str, epsilon: float, bias: bool = True) -> Norm:
-    return Norm((f"{module}.weight",), epsilon, f"{module}.bias" if bias else None, centred=True)
+def layer_norms(epsilon: float, bias: bool = True, plus_one: bool = False) -> NormMaker:
+    """Return what makes a layer norm of a module's name. `plus_one`: weights are stored less 1."""
+
+    def norm(module: str) -> Norm:
+        return Norm(
+            (f"{module}.weight",),
+            float(epsilon),
+            bias=f"{module}.bias" if bias else None,
+            centred=True,
+            plus_one=plus_one,
+        )
+
+    return norm
 
 
 def activation(name: str) -> str:
@@ -210,13 +245,14 @@ def activation(name: str) -> str:
     return ACTIVATIONS[name]
 
 
-def head_dim(c: Config) -> int:
-    return int(c.get("head_dim") or c.hidden_size // c.num_attention_heads)
+def head_dim_of(config: Config) -> int:
+    """Return how many dimensions a head has."""
+    return int(config.get("head_dim") or config.hidden_size // config.num_attention_heads)
 
 
-def window(c: Config, i: int) -> int | None:
-    """Return the window of layer `i` by the configuration's `layer_types`."""
-    kinds, size = c.get("layer_types"), c.get("sliding_window")
+def window_of(config: Config, i: int) -> int | None:
+    """Return the window of layer `i`, in tokens, by the configuration's `layer_types`."""
+    kinds, size = config.get("layer_types"), config.get("sliding_window")
     if kinds is None and size:
         raise NotDescribed(f"a window of {size} without layer_types")
     if kinds is None or kinds[i] == "full_attention":
@@ -226,54 +262,71 @@ def window(c: Config, i: int) -> int | None:
     return int(size)
 
 
-def rotary_dim(c: Config, dim: int, kind: str | None = None) -> int:
-    """Return how many of a head's `dim` dimensions the rotary angles turn."""
+def rotary_dim_of(config: Config, head_dim: int, kind: str | None = None) -> int:
+    """Return how many of a head's dimensions are rotated.
+
+    `kind`: that of the layer, where angles go by it.
+    """
     # older names of what `rope_parameters` holds
-    c.ignore("partial_rotary_factor rope_theta rope_scaling rope_local_base_freq")
-    rope = c.rope_parameters if kind is None else c.rope_parameters.get(kind)
-    if rope.get("rope_type") == "proportional":  # the rest turns by no angle
-        return dim
-    if own := rope.get("rotary_dim"):  # of a .gguf file
-        return int(own)
-    share = rope.get("partial_rotary_factor") if c.get("model_type") in PARTIAL else None
-    return int(dim * (share or 1))
+    config.ignore("partial_rotary_factor rope_theta rope_scaling rope_local_base_freq")
+    rope = config.rope_parameters if kind is None else config.rope_parameters.get(kind)
+    if rope.get("rope_type") == "proportional":  # other dimensions have angles of 0
+        return head_dim
+    stored = rope.get("rotary_dim")  # in .gguf files
+    if stored:
+        return int(stored)
+    factor = rope.get("partial_rotary_factor") if config.get("model_type") in PARTIAL else None
+    return int(head_dim * (factor or 1))
 
 
 def attention(
-    c: Config, i: int, bias: bool = False, out_bias: bool | None = None, **changes: Any
+    config: Config,
+    i: int,
+    bias: bool = False,
+    out_bias: bool | None = None,
+    head_dim: int | None = None,
+    rotary: Rotary | None = ROTARY,
+    **changes: Any,
 ) -> Attention:
-    """Return the attention of layer `i`.
+    """Return the attention of layer `i`, which is Llama's but for `changes`, fields of `Attention`.
 
-    `bias`: of queries, keys and values, and of what follows if `out_bias` is None. `changes`: other
-    fields than those of Llama's, and `kind`: that of the layer, where angles go by it.
+    `bias`: of queries, keys and values, and of the output projection if `out_bias` is None.
     """
-    at, dim = f"model.layers.{i}.self_attn", changes.get("head_dim") or head_dim(c)
-    kind = changes.pop("kind", None)
-    c.ignore("layer_types sliding_window")  # what the window follows from, if at all
-    fields: dict[str, Any] = {
-        "qkv": tensors(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj", bias=bias),
-        "out": tensors(f"{at}.o_proj", bias=bias if out_bias is None else out_bias),
-        "heads": c.num_attention_heads,
-        "kv_heads": c.get("num_key_value_heads", c.num_attention_heads),
-        "head_dim": dim,
-        "scaling": dim**-0.5,
-        "window": window(c, i) if "window" not in changes else None,
-        "rotary": Rotary(),
-        "rotary_dim": rotary_dim(c, dim, kind) if changes.get("rotary", True) else 0,
-    }
-    return Attention(**(fields | changes))
+    prefix = f"model.layers.{i}.self_attn"
+    head_dim = head_dim or head_dim_of(config)
+    config.ignore("layer_types sliding_window")  # what the window follows from, if at all
+    if "window" not in changes:
+        changes["window"] = window_of(config, i)
+    usual = Attention(
+        qkv=stacked(prefix, "q_proj", "k_proj", "v_proj", bias=bias),
+        out=linear(f"{prefix}.o_proj", bias=bias if out_bias is None else out_bias),
+        heads=config.num_attention_heads,
+        kv_heads=config.get("num_key_value_heads", config.num_attention_heads),
+        head_dim=head_dim,
+        scaling=head_dim**-0.5,
+        rotary=rotary,
+        rotary_dim=rotary_dim_of(config, head_dim, rotary.kind) if rotary else 0,
+    )
+    return replace(usual, **changes)
 
 
 def head_norms(
-    c: Config, i: int, names: tuple[str, str] = ("q_norm", "k_norm"), plus_one: bool = False
-) -> Any:
-    """Return RMS norms of queries and keys, by their names in the attention."""
-    query, key = (rms(c, f"model.layers.{i}.self_attn.{name}", plus_one) for name in names)
-    return query, key
+    config: Config,
+    i: int,
+    names: tuple[str, str] = ("q_norm", "k_norm"),
+    norm: NormMaker | None = None,
+) -> tuple[Norm, Norm]:
+    """Return the norms of queries and of keys, by their names in the attention of layer `i`.
+
+    `norm`: makes each; RMS norms where it is None.
+    """
+    prefix = f"model.layers.{i}.self_attn"
+    make = norm or rms_norms(config.rms_norm_eps)
+    return make(f"{prefix}.{names[0]}"), make(f"{prefix}.{names[1]}")
 
 
 def gated(
-    c: Config,
+    config: Config,
     i: int,
     bias: bool = False,
     act: str | None = None,
@@ -282,75 +335,108 @@ def gated(
 ) -> FeedForward:
     """Return Llama's feed-forward of layer `i`.
 
-    `name`: its module's in the layer. `fused`: the gates and the rest are one weight.
+    `act`: the activation, by transformers' name; None for `hidden_act`. `name`: the module's in the
+    layer. `fused`: the gates and what they are multiplied with are one weight.
     """
-    at = f"model.layers.{i}.{name}"
-    up = tensors(f"{at}.gate_proj", f"{at}.up_proj", bias=bias)
+    prefix = f"model.layers.{i}.{name}"
+    up = stacked(prefix, "gate_proj", "up_proj", bias=bias)
     if fused:
-        up = halves(f"{at}.gate_up_proj")
-    down = tensors(f"{at}.down_proj", bias=bias)
-    return FeedForward(up, down, activation(act or c.hidden_act), True)
+        up = halves(f"{prefix}.gate_up_proj")
+    down = linear(f"{prefix}.down_proj", bias=bias)
+    return FeedForward(up, down, activation(act or config.hidden_act), gated=True)
+
+
+def plain(
+    config: Config,
+    prefix: str,
+    bias: bool,
+    modules: tuple[str, str] = ("up_proj", "down_proj"),
+    act: str | None = None,
+    transposed: bool = False,
+) -> FeedForward:
+    """Return a feed-forward without a gate, of two `modules` in the module `prefix`.
+
+    `act`: the activation, by transformers' name; None for `hidden_act`. `transposed`: weights are
+    stored as `[inputs, outputs]`.
+    """
+    up = linear(f"{prefix}.{modules[0]}", bias=bias, transposed=transposed)
+    down = linear(f"{prefix}.{modules[1]}", bias=bias, transposed=transposed)
+    return FeedForward(up, down, activation(act or config.hidden_act), gated=False)
 
 
 def experts(
-    c: Config,
+    config: Config,
     i: int,
     routing: Routing,
     count: int,
     name: str = "mlp",
     act: str | None = None,
-    **more: Any,
+    shared: FeedForward | None = None,
+    shared_gate: Linear | None = None,
 ) -> Experts:
-    """Return the experts of layer `i`, whose weights are stacked: `[count, 2 * inner, d]`, gates
-    first, and `[count, d, inner]`. `name`: the module that they are in, empty for the layer itself.
-    `more`: other fields of `Experts`."""
+    """Return the experts of layer `i`, whose weights are stacked.
+
+    They are `[count, 2 * inner, d]`, gates first, and `[count, d, inner]`. `name`: the module that
+    they are in, empty for the layer itself. `act`: as of `gated`.
+    """
     check_count(count, "experts")
-    at = f"model.layers.{i}.{name}.experts" if name else f"model.layers.{i}.experts"
+    prefix = f"model.layers.{i}.{name}.experts" if name else f"model.layers.{i}.experts"
+    kernel = activation(act or config.hidden_act)
 
-    def one(n: int) -> FeedForward:
-        up = (ParameterRows(f"{at}.gate_up_proj", k, 2, expert=n) for k in (0, 1))
-        down = Linear((ParameterRows(f"{at}.down_proj", expert=n),))
-        return FeedForward(Linear(tuple(up)), down, activation(act or c.hidden_act), True)
+    def expert(number: int) -> FeedForward:
+        gate = ParameterRows(f"{prefix}.gate_up_proj", 0, 2, expert=number)
+        up = ParameterRows(f"{prefix}.gate_up_proj", 1, 2, expert=number)
+        down = ParameterRows(f"{prefix}.down_proj", expert=number)
+        return FeedForward(Linear((gate, up)), Linear((down,)), kernel, gated=True)
 
-    return Experts(routing, tuple(one(n) for n in range(count)), **more)
-
-
-def plain(c: Config, up: str, down: str, bias: bool) -> FeedForward:
-    """Return a feed-forward without a gate, by its modules' names."""
-    first, last = tensors(up, bias=bias), tensors(down, bias=bias)
-    return FeedForward(first, last, activation(c.hidden_act), False)
+    feed_forwards = tuple(expert(number) for number in range(count))
+    return Experts(routing, feed_forwards, shared, shared_gate)
 
 
 def layer_of(
-    c: Config,
+    config: Config,
     i: int,
     mixer: Attention | Recurrent | None,
     feed_forward: FeedForward | Experts | None,
-    names: Names = BEFORE,
-    norm: Callable[[str], Norm] | None = None,
+    names: NormNames = BEFORE,
+    norm: NormMaker | None = None,
     inside: str = "model.layers",
-    **more: Any,
+    **changes: Any,
 ) -> Layer:
     """Return layer `i` of the list `inside`.
 
-    `norm`: makes a norm of its module's name; RMS norms where it is None. `more`: other fields of
-    `Layer`.
+    `names`: of its norms. `norm`: makes each; RMS norms where it is None. `changes`: other fields
+    of `Layer`.
     """
-    make = norm or (lambda name: rms(c, name))
-    norms: list[Any] = [name and make(f"{inside}.{i}.{name}") for name in names]
-    if isinstance(mixer, Recurrent):
-        return Layer(None, feed_forward, *norms, **more | {"recurrent": mixer})
-    return Layer(mixer, feed_forward, *norms, **more)
+    make = norm or rms_norms(config.rms_norm_eps)
+
+    def norm_of(name: str | None) -> Norm | None:
+        return make(f"{inside}.{i}.{name}") if name else None
+
+    usual = Layer(
+        attention=mixer if isinstance(mixer, Attention) else None,
+        feed_forward=feed_forward,
+        attention_before=norm_of(names.attention_before),
+        feed_forward_before=norm_of(names.feed_forward_before),
+        attention_after=norm_of(names.attention_after),
+        feed_forward_after=norm_of(names.feed_forward_after),
+        recurrent=mixer if isinstance(mixer, Recurrent) else None,
+    )
+    return replace(usual, **changes)
 
 
-def decoder(c: Config, layer: Callable[[int], Layer], **changes: Any) -> Stack:
-    """Return a stack with Llama's names. `changes`: other fields than those of Llama's."""
-    fields: dict[str, Any] = {
-        "embedding": "model.embed_tokens.weight",
-        "inside": "model.layers",
-        "layers": tuple(layer(i) for i in range(c.num_hidden_layers)),
-        "head": tensors("lm_head"),
-    }
-    if "norm" not in changes:
-        fields["norm"] = rms(c, "model.norm")
-    return Stack(**(fields | changes))
+def decoder(
+    config: Config, layer: Callable[[int], Layer], norm: Norm | None = None, **changes: Any
+) -> Stack:
+    """Return a stack with Llama's names but for `changes`, fields of `Stack`.
+
+    `layer`: makes a layer of its number. `norm`: the last one; an RMS norm where it is None.
+    """
+    usual = Stack(
+        embedding="model.embed_tokens.weight",
+        inside="model.layers",
+        layers=tuple(layer(i) for i in range(config.num_hidden_layers)),
+        norm=norm or rms_norms(config.rms_norm_eps)("model.norm"),
+        head=linear("lm_head"),
+    )
+    return replace(usual, **changes)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from quickbeam.models.native.library import Kernels, NoiseRow
-from quickbeam.noise import CHUNK, CUT, KEPT, Array, ArrayLike, Noise, NoisePlace, Peaks, Row
+from quickbeam.noise import CHUNK, CUT, KEPT, Array, ArrayLike, Noise, NoisePosition, Peaks, Row
 
 
 def as_contiguous(values: ArrayLike, dtype: torch.dtype) -> torch.Tensor:
@@ -75,7 +75,7 @@ class NativeNoise(Noise):
         self,
         rows: ArrayLike,
         tokens: ArrayLike | None,
-        places: Sequence[NoisePlace],
+        noise_positions: Sequence[NoisePosition],
         temperature: float,
         most: int,
     ) -> list[Row]:
@@ -86,7 +86,7 @@ class NativeNoise(Noise):
             tokens = as_contiguous(tokens, torch.int64)
             token_address = tokens.data_ptr()
         address, size = rows.data_ptr(), rows.shape[1]
-        for position, low, floor in places:
+        for position, low, floor in noise_positions:
             count = self._kernels.perturb(
                 address,
                 size,

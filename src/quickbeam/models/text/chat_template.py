@@ -29,7 +29,7 @@ TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers, in case a template lo
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}`: what a model writes, which training marks. Here it is text like other."""
+    """`{% generation %}`, which marks for training what a model writes; its body is written."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -59,7 +59,7 @@ def _json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON; Jinja's own filter escapes what stands for HTML."""
+    """Return JSON. Unlike Jinja's filter, this doesn't escape what HTML would read."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -93,24 +93,30 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(plain, value)) if type(value) is tuple else [*map(plain, value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
-    if callable(dump := getattr(value, "model_dump", None)):
-        return plain(dump())
+        return {
+            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    model_dump = getattr(value, "model_dump", None)
+    if callable(model_dump):
+        return plain(model_dump())
     return f"<{type(value).__name__}>"
 
 
 def _messages(conversation: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return messages as plain data without what is None, reasoning under each of its names."""
+    """Return messages as plain data without fields that are None.
+
+    Reasoning stands under `thinking` and `reasoning_content`.
+    """
     messages = []
     for message in conversation:
-        given = plain(message)
-        if not isinstance(given, dict):
+        fields = plain(message)
+        if not isinstance(fields, dict):
             raise TypeError(f"a message is a dict such as {EXAMPLE}, not {reprlib.repr(message)}")
-        given = {name: value for name, value in given.items() if value is not None}
-        reasoning = next((given[name] for name in REASONING if name in given), None)
+        fields = {name: value for name, value in fields.items() if value is not None}
+        reasoning = next((fields[name] for name in REASONING if name in fields), None)
         if reasoning is not None:
-            given = {"thinking": reasoning, **given, "reasoning_content": reasoning}
-        messages.append(given)
+            fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+        messages.append(fields)
     return messages
 
 
@@ -144,7 +150,8 @@ def render(
         raise ValueError("continue_final_message and add_generation_prompt: give one of them")
     messages, final = _messages(conversation), ""
     if continue_final_message:
-        if (content := messages[-1].get("content")) is None:
+        content = messages[-1].get("content")
+        if content is None:
             raise ValueError("continue_final_message: the final message has no content to continue")
         messages[-1]["content"], final = _tagged(content)
     text: str = compiled(template).render(
@@ -159,7 +166,7 @@ def render(
     if final.strip() not in text or TAG.strip() not in text:
         raise ValueError("continue_final_message: the template leaves out the final message")
     end = text.rindex(TAG.strip())
-    # spaces behind the message were taken away where the tag's own are gone
+    # where the template stripped the tag's space, it would have stripped the message's
     return text[:end] if text[end : end + len(TAG)] == TAG else text[:end].rstrip()
 
 
@@ -184,12 +191,12 @@ def as_messages(conversation: Any) -> list[Any]:
 
 
 def _check_message(number: int, message: Any) -> None:
-    given = message if isinstance(message, Mapping) else plain(message)
-    if not isinstance(given, Mapping):
+    fields = message if isinstance(message, Mapping) else plain(message)
+    if not isinstance(fields, Mapping):
         raise InvalidInput(
             f"message {number}: a dict such as {EXAMPLE}, not {reprlib.repr(message)}"
         )
-    role, content = given.get("role"), given.get("content")
+    role, content = fields.get("role"), fields.get("content")
     if not isinstance(role, str):
         raise InvalidInput(
             f"message {number} has role={reprlib.repr(role)}: give who speaks, as 'system', 'user' "
@@ -224,18 +231,25 @@ def for_template(template: str, conversation: Sequence[Any]) -> list[Any]:
     messages = []
     for number, message in enumerate(conversation):
         content = message.get("content") if isinstance(message, Mapping) else None
-        parts = content if isinstance(content, list | tuple) else []
-        for part in parts:
-            if isinstance(part, Mapping) and part.get("type", "text") != "text":
-                kind = part["type"]
-                raise InvalidInput(f"message {number} has a part of type {kind!r}: {TEXT_ALONE}")
-        if isinstance(content, str) and _takes(template, True) and not _takes(template, False):
-            message = {**message, "content": [{"type": "text", "text": content}]}
-        elif parts is content and not _takes(template, True) and _takes(template, False):
-            texts = [part if isinstance(part, str) else part.get("text", "") for part in parts]
-            message = {**message, "content": "\n".join(texts)}
+        if isinstance(content, str):
+            if _takes(template, parts=True) and not _takes(template, parts=False):
+                message = {**message, "content": [{"type": "text", "text": content}]}
+        elif isinstance(content, list | tuple):
+            texts = [_text_of(part, number) for part in content]
+            if _takes(template, parts=False) and not _takes(template, parts=True):
+                message = {**message, "content": "\n".join(texts)}
         messages.append(message)
     return messages
+
+
+def _text_of(part: Any, number: int) -> Any:
+    """Return the text of a part of message `number`. Raises `InvalidInput` for images and such."""
+    if not isinstance(part, Mapping):
+        return part
+    kind = part.get("type", "text")
+    if kind != "text":
+        raise InvalidInput(f"message {number} has a part of type {kind!r}: {TEXT_ALONE}")
+    return part.get("text", "")
 
 
 @functools.lru_cache(maxsize=16)

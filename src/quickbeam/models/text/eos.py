@@ -1,7 +1,7 @@
 """The tokens that end an answer: those that a model's files name, and those of known texts.
 
-Many files name one token alone, or the wrong one: a chat model's configuration may lack the token
-that ends a document, a base model's the one that ends a turn. The known texts are those at which
+Many files name a single token, or the wrong one: a chat model's configuration may lack the token
+that ends a document, a base model's the one that ends a message. The known texts are those at which
 llama.cpp ends an answer (`llama-vocab.cpp`). They hold for every model, so the same model ends at
 the same tokens from a folder and from a `.gguf` file.
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# of a turn
-TURN_ENDS = (
+# of a message
+MESSAGE_ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
     *("<end_of_turn>", "<turn|>", "<|eom_id|>", "<|eot|>", "<EOT>", "_<EOT>", "[EOT]"),
     *("<end_of_utterance>", "<|tool_response>", "[e~["),
@@ -30,11 +30,11 @@ FILE_ENDS = (
     *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
 )
-KNOWN_ENDS = {*TURN_ENDS, *TEXT_ENDS, *FILE_ENDS}
+KNOWN_ENDS = {*MESSAGE_ENDS, *TEXT_ENDS, *FILE_ENDS}
 CONTROL = ("<|", "<\uff5c")  # how the texts of control tokens begin
 # tokens that don't end an answer where a vocabulary holds all of the others
 INNER = (
-    ("<|end|>", {"<|return|>", "<|call|>"}),  # gpt-oss ends each message of a turn with it
+    ("<|end|>", {"<|return|>", "<|call|>"}),  # gpt-oss ends each part of a message with it
     ("<|end|>", {"<|calls|>", "<|flush|>"}),
     ("</s>", {"<|tool_response>"}),  # Gemma 4 writes HTML with it
 )
@@ -43,20 +43,19 @@ INNER = (
 def known_eos_ids(tokenizer: Any) -> set[int]:
     """Return the ids of a tokenizer's special tokens whose text is a known end.
 
-    Special are added tokens that are marked so, that are written like control tokens, and that the
-    chat template writes. Other tokens of these texts are text, such as Gemma's `</s>`.
+    An added token is special if it is marked so, if it is written like a control token, or if the
+    chat template writes it. Other tokens of these texts are text, such as Gemma's `</s>`.
     """
     template = getattr(tokenizer, "chat_template", None) or ""
     template = template if isinstance(template, str) else " ".join(template.values())
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    ids = {
-        token.content: int(i)
-        for i, token in added.items()
-        if token.content in KNOWN_ENDS
-        and (token.special or token.content.startswith(CONTROL) or token.content in template)
-    }
+    ids = {}
+    for token_id, token in added.items():
+        text = token.content
+        if text in KNOWN_ENDS and (token.special or text.startswith(CONTROL) or text in template):
+            ids[text] = int(token_id)
     inner = {text for text, others in INNER if others <= ids.keys()}
-    return {i for text, i in ids.items() if text not in inner}
+    return {token_id for text, token_id in ids.items() if text not in inner}
 
 
 def eos_ids(*owners: Any) -> set[int]:
@@ -64,19 +63,19 @@ def eos_ids(*owners: Any) -> set[int]:
 
     Each owner is an object or a mapping, or None: a generation config, a config, a tokenizer.
     """
-    every: set[int] = set()
+    ids = set[int]()
     for owner in owners:
-        ids = (
-            owner.get("eos_token_id")
-            if isinstance(owner, Mapping)
-            else getattr(owner, "eos_token_id", None)
-        )
-        listed = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
-        known = {one for one in listed if type(one) is int and one >= 0}
-        every |= known
-        if len(known) < len(set(map(repr, listed))):
-            logger.warning("eos_token_id %r: no number of a token, and left out", ids)
-    return every
+        if isinstance(owner, Mapping):
+            named = owner.get("eos_token_id")
+        else:
+            named = getattr(owner, "eos_token_id", None)
+        values = named if isinstance(named, list | tuple) else [named]
+        for value in values:
+            if type(value) is int and value >= 0:
+                ids.add(value)
+            elif named is not None:
+                logger.warning("eos_token_id %r: no number of a token, and left out", named)
+    return ids
 
 
 def model_eos_ids(model: Any, tokenizer: Any) -> set[int]:

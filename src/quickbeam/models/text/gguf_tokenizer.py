@@ -13,18 +13,18 @@ from tokenizers import Tokenizer as Backend
 from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.text.eos import known_eos_ids
-from quickbeam.models.text.tokenizer import CONTRACTIONS, QWEN2, REST, Tokenizer, split_by
+from quickbeam.models.text.tokenizer import CONTRACTIONS, OTHER_TEXT, QWEN2, Tokenizer, split_by
 from quickbeam.models.weights.gguf.file import GgufFile
 
 logger = logging.getLogger(__name__)
 
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that are found in a text before anything else
 SPACE = "\u2581"
-NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
-ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")  # tokens that end an answer
+SPECIAL_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
+EOS_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")  # tokens that end an answer
 NEEDED = ("bos", "eos", "unknown")  # what texts are read by, and answers ended
 UNSET = (-1, 2**32 - 1)  # ids of no token
-# keys of `tokenizer.ggml` beside ids, and those that change nothing for these kinds of tokenizers
+# keys of `tokenizer.ggml` that are no ids, and those that change nothing here
 READ = {
     *("model", "pre", "tokens", "token_type", "scores", "merges"),
     *("add_bos_token", "add_eos_token", "add_space_prefix", "suppress_tokens"),
@@ -36,7 +36,7 @@ TEMPLATE = "tokenizer.chat_template"
 
 # How a byte-level vocabulary's text is split (`tokenizer.ggml.pre`).
 _QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"^\s\p{L}", r"^\s\p{L}\p{M}")
-_LLAMA3 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}"
+_LLAMA3 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{OTHER_TEXT}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
@@ -68,37 +68,39 @@ def load_tokenizer(file: GgufFile) -> Tokenizer:
     Raises `NotDescribed` for kinds that are not known here, and `InvalidInput` for a way to split
     texts that is not known, and for metadata that contradicts itself.
     """
-    of = {
+    fields = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in file.metadata.items()
         if key.startswith("tokenizer.ggml.")
     }
-    kind, tokens = of.get("model"), of.get("tokens")
+    kind, tokens = fields.get("model"), fields.get("tokens")
     if not isinstance(tokens, list) or not tokens:
         raise NotDescribed("the file has no tokenizer: take the model's folder instead")
-    _refuse_unknown(of)
-    ids = {name: token_ids(file.metadata, key, len(tokens)) for name, key in NAMED.items()}
-    named = {name: tokens[own[0]] if own else None for name, own in ids.items()}
+    _refuse_unknown(fields)
+    special: dict[str, str | None] = {}
+    for name, key in SPECIAL_KEYS.items():
+        ids = token_ids(file.metadata, key, len(tokens))
+        special[name] = tokens[ids[0]] if ids else None
     if kind == "gpt2":
-        backend = _byte_level(of, tokens)
+        backend = _byte_level(fields, tokens)
     elif kind in ("llama", "gemma4"):
         architecture = file.metadata["general.architecture"]
-        backend = _sentence_piece(of, tokens, named["unk"], architecture)
+        backend = _sentence_piece(fields, tokens, special["unk"], architecture)
     else:
         raise NotDescribed(
             f"the file has a tokenizer of kind {kind!r}, which is not known here: take the model's "
             "folder instead"
         )
-    _add(backend, tokens, of.get("token_type"))
-    first = of.get("add_bos_token", kind == "llama" or of.get("pre") in BEGIN)
-    last = of.get("add_eos_token", False)
-    _surround(backend, named["bos"] if first else None, named["eos"] if last else None)
-    fields = {f"{name}_token": token for name, token in named.items() if token is not None}
-    return Tokenizer(backend, fields, chat_templates(file.metadata))
+    _add(backend, tokens, fields.get("token_type"))
+    with_bos = fields.get("add_bos_token", kind == "llama" or fields.get("pre") in BEGIN)
+    with_eos = fields.get("add_eos_token", False)
+    _surround(backend, special["bos"] if with_bos else None, special["eos"] if with_eos else None)
+    named = {f"{name}_token": token for name, token in special.items() if token is not None}
+    return Tokenizer(backend, named, chat_templates(file.metadata))
 
 
 def chat_templates(metadata: dict[str, Any]) -> str | dict[str, str] | None:
-    """Return a file's chat template; several by name where it has others beside the default.
+    """Return a file's chat template; several by name where it has more than the default.
 
     Raises `InvalidInput` for a template that is no text.
     """
@@ -108,7 +110,7 @@ def chat_templates(metadata: dict[str, Any]) -> str | dict[str, str] | None:
         if key.startswith(f"{TEMPLATE}.")
     }
     default = metadata.get(TEMPLATE)
-    if isinstance(default, list):  # beside a list of their names
+    if isinstance(default, list):  # another list has their names
         names = metadata.get("tokenizer.chat_templates")
         if not isinstance(names, list) or len(names) != len(default):
             names = ["default", *(str(i) for i in range(1, len(default)))]
@@ -131,33 +133,33 @@ def token_ids(metadata: dict[str, Any], name: str, count: int) -> list[int]:
     for key in (f"tokenizer.ggml.{name}_token_id", f"tokenizer.ggml.{name}_token_ids"):
         value = metadata.get(key)
         values = value.tolist() if isinstance(value, np.ndarray) else [value]
-        for one in [] if value is None else values:
-            if type(one) is int and 0 <= one < count:
-                ids.append(one)
-            elif one in UNSET or (type(one) is int and name not in NEEDED):
-                logger.warning("%s is %d, which is no token, and is left out", key, one)
+        for token_id in [] if value is None else values:
+            if type(token_id) is int and 0 <= token_id < count:
+                ids.append(token_id)
+            elif token_id in UNSET or (type(token_id) is int and name not in NEEDED):
+                logger.warning("%s is %d, which is no token, and is left out", key, token_id)
             else:
-                raise InvalidInput(f"{key} is {one!r} of {count} tokens")
+                raise InvalidInput(f"{key} is {token_id!r} of {count} tokens")
     return list(dict.fromkeys(ids))
 
 
 def file_eos_ids(metadata: dict[str, Any], tokenizer: Any) -> set[int]:
     """Return the ids that end an answer, by a file's metadata and by its tokens' texts."""
     count = len(metadata["tokenizer.ggml.tokens"])
-    named = (token_ids(metadata, name, count) for name in ENDS)
+    named = (token_ids(metadata, name, count) for name in EOS_KEYS)
     return known_eos_ids(tokenizer).union(*named)
 
 
-def _refuse_unknown(of: dict[str, Any]) -> None:
-    """Raise `InvalidInput` naming keys that are set and are not read. Names what is left out."""
-    if len(of.get("suppress_tokens", ())):
+def _refuse_unknown(fields: dict[str, Any]) -> None:
+    """Raise `InvalidInput` naming keys that are set and not known."""
+    if len(fields.get("suppress_tokens", ())):
         logger.warning(
             "tokenizer.ggml.suppress_tokens is not heeded: these %d tokens may be in an answer",
-            len(of["suppress_tokens"]),
+            len(fields["suppress_tokens"]),
         )
     unknown = {
         f"tokenizer.ggml.{key}"
-        for key, value in of.items()
+        for key, value in fields.items()
         if key not in READ | UNREAD and not key.endswith(("_token_id", "_token_ids"))
         if isinstance(value, np.ndarray | list) or value not in (0, "")
     }
@@ -168,19 +170,21 @@ def _refuse_unknown(of: dict[str, Any]) -> None:
         )
 
 
-def _stored_merges(of: dict[str, Any]) -> list[Any]:
-    return [tuple(one.split(" ", 1)) for one in of.get("merges", ())]
+def _stored_merges(fields: dict[str, Any]) -> list[Any]:
+    return [tuple(pair.split(" ", 1)) for pair in fields.get("merges", ())]
 
 
-def _backend(vocab: dict[str, int], merges: list[Any], **how: Any) -> Backend:
+def _backend(vocab: dict[str, int], merges: list[Any], **options: Any) -> Backend:
+    """Return a tokenizer of byte-pair encoding. `options`: those of `models.BPE`."""
     try:
-        return Backend(models.BPE(vocab, merges, **how))
+        return Backend(models.BPE(vocab, merges, **options))
     except Exception as error:  # the library raises nothing more exact
         raise InvalidInput(f"the tokenizer's merges can't be used: {error}") from error
 
 
-def _byte_level(of: dict[str, Any], tokens: list[str]) -> Backend:
-    if (pre := of.get("pre")) is None:
+def _byte_level(fields: dict[str, Any], tokens: list[str]) -> Backend:
+    pre = fields.get("pre")
+    if pre is None:
         pre = "default"
         logger.warning(
             "the file doesn't say how its tokenizer splits texts (tokenizer.ggml.pre): they are "
@@ -193,13 +197,13 @@ def _byte_level(of: dict[str, Any], tokens: list[str]) -> Backend:
             f"known: {', '.join(sorted(SPLITS))}. Take the model's folder instead"
         )
     vocab = {token: i for i, token in enumerate(tokens)}
-    backend = _backend(vocab, _stored_merges(of), ignore_merges=pre in WHOLE_WORDS)
-    split, plain = SPLITS[pre], pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend = _backend(vocab, _stored_merges(fields), ignore_merges=pre in WHOLE_WORDS)
+    split, byte_level = SPLITS[pre], pre_tokenizers.ByteLevel(add_prefix_space=False)
     if split is None:
-        backend.pre_tokenizer = plain
+        backend.pre_tokenizer = byte_level
     elif split == DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, plain])
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     else:
         backend.pre_tokenizer = split_by(split)
     if split in (QWEN2, _QWEN35):
@@ -209,22 +213,20 @@ def _byte_level(of: dict[str, Any], tokens: list[str]) -> Backend:
 
 
 def _sentence_piece(
-    of: dict[str, Any], tokens: list[str], unknown: str | None, architecture: str
+    fields: dict[str, Any], tokens: list[str], unknown: str | None, architecture: str
 ) -> Backend:
     gemma = architecture.startswith("gemma")
-    if gemma:  # several spaces are stored as such, and the order of tokens is that of merges
-        tokens = [
-            SPACE * len(one) if one[:1] == " " and not one.strip(" ") else one for one in tokens
-        ]
-        worth: Sequence[float] = range(0, -len(tokens), -1)
+    if gemma:  # several spaces are stored as such, and the first tokens are merged first
+        tokens = [token.replace(" ", SPACE) if not token.strip(" ") else token for token in tokens]
+        scores: Sequence[float] = range(0, -len(tokens), -1)
     else:
-        worth = of["scores"].tolist() if "scores" in of else ()
-        if len(worth) != len(tokens):
-            raise InvalidInput(f"the tokenizer has {len(tokens)} tokens and {len(worth)} scores")
+        scores = fields["scores"].tolist() if "scores" in fields else ()
+        if len(scores) != len(tokens):
+            raise InvalidInput(f"the tokenizer has {len(tokens)} tokens and {len(scores)} scores")
     vocab = {token: i for i, token in enumerate(tokens)}
-    merges = _stored_merges(of) if of["model"] == "gemma4" else _merges(vocab, worth)
+    merges = _stored_merges(fields) if fields["model"] == "gemma4" else _merges(vocab, scores)
     backend = _backend(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    prefix = of.get("add_space_prefix", not gemma)
+    prefix = fields.get("add_space_prefix", not gemma)
     spaces: normalizers.Normalizer = normalizers.Replace(" ", SPACE)
     if prefix:
         spaces = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
@@ -234,18 +236,19 @@ def _sentence_piece(
     return backend
 
 
-def _merges(vocab: dict[str, int], worth: Sequence[float]) -> list[tuple[str, str]]:
-    """Return what joins to tokens, the best first: pairs of tokens that together are one."""
-    best_first = sorted(vocab, key=lambda token: worth[vocab[token]], reverse=True)
-    return [
-        (left, right)
-        for token in best_first
-        for k in range(len(token) - 1, 0, -1)
-        if (left := token[:k]) in vocab and (right := token[k:]) in vocab
-    ]
+def _merges(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that together are a token, those of the best token first."""
+    merges = []
+    for token in sorted(vocab, key=lambda token: scores[vocab[token]], reverse=True):
+        for length in range(len(token) - 1, 0, -1):
+            left, right = token[:length], token[length:]
+            if left in vocab and right in vocab:
+                merges.append((left, right))
+    return merges
 
 
 def _add(backend: Backend, tokens: Sequence[str], kinds: Any) -> None:
+    """Add the tokens that are found in a text before anything else."""
     if kinds is None:
         return
     if len(kinds) != len(tokens):
@@ -260,17 +263,17 @@ def _add(backend: Backend, tokens: Sequence[str], kinds: Any) -> None:
 
 
 def _surround(backend: Backend, first: str | None, last: str | None) -> None:
-    """Put a token before a text, and one behind it."""
-    around = [one for one in (first, last) if one is not None]
-    if not around:
+    """Have texts begin with the token `first` and end with `last`; None for no token."""
+    special = [token for token in dict.fromkeys((first, last)) if token is not None]
+    if not special:
         return
 
-    def of(sequence: int, name: str) -> list[str]:
-        before = [f"{first}:{sequence}"] if first else []
-        return [*before, f"{name}:{sequence}", *([f"{last}:{sequence}"] if last else [])]
+    def surrounded(name: str, sequence: int) -> list[str]:
+        parts = [part for part in (first, name, last) if part]
+        return [f"{part}:{sequence}" for part in parts]
 
     backend.post_processor = processors.TemplateProcessing(
-        single=of(0, "$A"),
-        pair=of(0, "$A") + of(1, "$B"),
-        special_tokens=[(one, backend.token_to_id(one)) for one in dict.fromkeys(around)],
+        single=surrounded("$A", 0),
+        pair=surrounded("$A", 0) + surrounded("$B", 1),
+        special_tokens=[(token, backend.token_to_id(token)) for token in special],
     )

@@ -19,7 +19,7 @@ def prompt_ids(tokenizer: Any, prompt: Any) -> list[int]:
     """Return a prompt's token ids. Raises `InvalidInput` for what is neither text nor ids."""
     try:
         if isinstance(prompt, bytes | Mapping | Set):
-            raise TypeError("what could be iterated over holds no token ids")
+            raise TypeError("its elements are no token ids")
         ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
         ids = [index(token) for token in ids]
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""A model's tokenizer as transformers has it, without importing transformers where that can be."""
+"""A model's tokenizer as transformers has it, mostly without importing transformers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from quickbeam.models.weights.checkpoint import read_json
 
 # how a byte-level vocabulary's text is split: the expressions are those of the models' tokenizers
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN2 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{REST}"
+OTHER_TEXT = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{OTHER_TEXT}"
 
 
 def split_by(expression: str) -> pre_tokenizers.PreTokenizer:
@@ -31,10 +31,10 @@ def split_by(expression: str) -> pre_tokenizers.PreTokenizer:
 
 
 # classes of transformers that read `tokenizer.json` as it is
-PLAIN = {"TokenizersBackend", "PreTrainedTokenizer"}
-# classes that read it, but have a normaliser of their own, maybe a way to split texts, and special
+READ_AS_IT_IS = {"TokenizersBackend", "PreTrainedTokenizer"}
+# classes that read it, but have another normaliser, maybe another way to split texts, and special
 # tokens where none are named
-OWN: dict[str, tuple[Any, Any, dict[str, str]]] = {
+CHANGED: dict[str, tuple[Any, Any, dict[str, str]]] = {
     "Qwen2Tokenizer": (
         normalizers.NFC(),
         split_by(QWEN2),
@@ -47,13 +47,16 @@ OWN: dict[str, tuple[Any, Any, dict[str, str]]] = {
     ),
 }
 # classes that transformers takes for models of these types, whatever their files name
-OTHERS = {
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "Qwen3_5Tokenizer"),
-    **dict.fromkeys(("glm4v", "got_ocr2", "llava", "llava_next", "smolvlm", "vipllava"), "Its own"),
+BY_MODEL_TYPE = {
+    "qwen2": "Qwen2Tokenizer",
+    "qwen3_5": "Qwen3_5Tokenizer",
+    "qwen3_5_moe": "Qwen3_5Tokenizer",
 }
-NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-# fields of tokenizer_config.json that change more than is known here
-ODD = (
+# types of models that have a tokenizer class of their own
+SPECIAL_TYPES = ("glm4v", "got_ocr2", "llava", "llava_next", "smolvlm", "vipllava")
+SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# fields of tokenizer_config.json that transformers alone heeds
+REFUSED_FIELDS = (
     "add_prefix_space",
     "auto_map",
     "clean_up_tokenization_spaces",
@@ -102,8 +105,8 @@ def load_tokenizer(folder: Path, config: Any) -> Any:
     except InvalidInput:
         raise
     except Exception as error:  # tokenizers and transformers raise any
-        known = (folder / one for one in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-        if not any(path.exists() for path in known):
+        names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+        if not any((folder / name).exists() for name in names):
             raise InvalidInput(
                 f"can't load {str(folder)!r}: it has no tokenizer.json: download it again, with "
                 "all of its files"
@@ -118,13 +121,12 @@ def _load(folder: Path, config: Any) -> Any:
     fields = read_json(folder / "tokenizer_config.json")
     kind = str(fields.get("tokenizer_class") or "").removesuffix("Fast")
     model_type = str(getattr(config, "whole_type", None) or getattr(config, "model_type", ""))
-    if model_type == "qwen2":  # whatever its files name
-        kind = "Qwen2Tokenizer"
-    elif model_type in OTHERS:
-        kind = OTHERS[model_type]
-    # transformers mends the tokenizers of Mistral's models
-    if "stral" not in model_type and kind in PLAIN | OWN.keys() and _is_plain(folder, fields):
-        normalizer, split, defaults = OWN.get(kind, (None, None, {}))
+    kind = BY_MODEL_TYPE.get(model_type, kind)
+    # transformers corrects the tokenizers of Mistral's models
+    special = model_type in SPECIAL_TYPES or "stral" in model_type
+    readable = kind in READ_AS_IT_IS or kind in CHANGED
+    if readable and not special and _is_plain(folder, fields):
+        normalizer, split, defaults = CHANGED.get(kind, (None, None, {}))
         tokenizer = read_tokenizer(folder, defaults | fields)
         if normalizer is not None:
             tokenizer.backend_tokenizer.normalizer = normalizer
@@ -133,29 +135,26 @@ def _load(folder: Path, config: Any) -> Any:
         return tokenizer
     from transformers import AutoTokenizer
 
-    read: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    read.chat_template = read.chat_template or _templates(folder, None)
-    return read
+    loaded: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    loaded.chat_template = loaded.chat_template or _templates(folder, None)
+    return loaded
 
 
 def _is_plain(folder: Path, fields: Mapping[str, Any]) -> bool:
     """Whether the files hold nothing that transformers alone knows how to read."""
-    others = (
-        name
-        for name, value in fields.items()
-        if name.endswith("_token") and name.removesuffix("_token") not in NAMED
-        if value and not isinstance(value, bool)
-    )
-    earlier = ("added_tokens.json", "special_tokens_map.json")
-    return (
-        (folder / "tokenizer.json").is_file()
-        and not any(fields.get(name) for name in ODD)
-        and not any(others)
-        and not isinstance(fields.get("extra_special_tokens"), dict)
-        and (
-            "added_tokens_decoder" in fields or not any((folder / one).exists() for one in earlier)
-        )
-    )
+    if not (folder / "tokenizer.json").is_file():
+        return False
+    if any(fields.get(name) for name in REFUSED_FIELDS):
+        return False
+    if isinstance(fields.get("extra_special_tokens"), dict):
+        return False
+    for name, value in fields.items():
+        special = name.endswith("_token") and value and not isinstance(value, bool)
+        if special and name.removesuffix("_token") not in SPECIAL_NAMES:
+            return False
+    older_files = ("added_tokens.json", "special_tokens_map.json")
+    older = any((folder / name).exists() for name in older_files)
+    return "added_tokens_decoder" in fields or not older
 
 
 def read_tokenizer(folder: Path, fields: Mapping[str, Any]) -> Tokenizer:
@@ -181,28 +180,27 @@ class Tokenizer:
     ) -> None:
         """`fields`: as of `tokenizer_config.json`; what they add is added to `backend`."""
         self.backend_tokenizer = backend
-        named = {f"{name}_token": fields.get(f"{name}_token") for name in NAMED}
+        named = {f"{name}_token": fields.get(f"{name}_token") for name in SPECIAL_NAMES}
         extra = fields.get("extra_special_tokens") or fields.get("additional_special_tokens") or []
-        self.special_tokens_map = {name: _text(one) for name, one in named.items() if one}
-        self.all_special_tokens = list(
-            dict.fromkeys([*self.special_tokens_map.values(), *map(_text, extra)])
-        )
+        self.special_tokens_map = {name: _text(token) for name, token in named.items() if token}
+        special = [*self.special_tokens_map.values(), *map(_text, extra)]
+        self.all_special_tokens = list(dict.fromkeys(special))
         self._add(fields.get("added_tokens_decoder") or {})
         self.chat_template = chat_template
         self.response_template = fields.get("response_template")
 
     def _add(self, decoder: Mapping[str, Any]) -> None:
-        """Add the tokens that `tokenizer.json` lacks, or has otherwise."""
-        has = {repr(token) for token in self.added_tokens_decoder.values()}
-        added = [
-            token
-            for _, one in sorted(decoder.items(), key=lambda item: int(item[0]))
-            if repr(token := AddedToken(**one)) not in has
-        ]
-        known = {*self.get_added_vocab(), *(token.content for token in added)}
-        added += [
-            AddedToken(text, special=True) for text in self.all_special_tokens if text not in known
-        ]
+        """Add tokens that `tokenizer.json` lacks, or has with other properties.
+
+        `decoder`: the properties of tokens by id.
+        """
+        present = {repr(token) for token in self.added_tokens_decoder.values()}
+        tokens = [AddedToken(**decoder[i]) for i in sorted(decoder, key=int)]
+        added = [token for token in tokens if repr(token) not in present]
+        texts = {*self.get_added_vocab(), *(token.content for token in added)}
+        for text in self.all_special_tokens:
+            if text not in texts:
+                added.append(AddedToken(text, special=True))
         for token in added:
             token.special = token.special or token.content in self.special_tokens_map.values()
         if added:
@@ -218,15 +216,15 @@ class Tokenizer:
 
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        """Tokens beside those of the vocabulary, by id."""
+        """Tokens that were added to the vocabulary, by id."""
         return self.backend_tokenizer.get_added_tokens_decoder()
 
     def get_added_vocab(self) -> dict[str, int]:
-        """Return the ids of the tokens beside those of the vocabulary."""
-        return {one.content: i for i, one in sorted(self.added_tokens_decoder.items())}
+        """Return the ids of the tokens that were added to the vocabulary, by text."""
+        return {token.content: i for i, token in sorted(self.added_tokens_decoder.items())}
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the ids of all tokens."""
+        """Return the ids of all tokens, by text."""
         return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
     def __len__(self) -> int:
@@ -242,14 +240,16 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text. Unlike in `Backend.encode`, other threads run meanwhile."""
-        how = {"add_special_tokens": add_special_tokens}
-        return self.backend_tokenizer.encode_batch_fast([text], **how)[0].ids
+        (encoding,) = self.backend_tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return encoding.ids
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> dict[str, Any]:
         """Return the ids of a text as `input_ids`, or a list of them for a list of texts."""
         if isinstance(text, str):
             return {"input_ids": self.encode(text, add_special_tokens)}
-        return {"input_ids": [self.encode(one, add_special_tokens) for one in text]}
+        return {"input_ids": [self.encode(item, add_special_tokens) for item in text]}
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of ids."""
@@ -259,15 +259,16 @@ class Tokenizer:
         self, chat_template: str | None = None, tools: Sequence[Any] | None = None
     ) -> str:
         """Return the template for a conversation. Raises `ValueError` where there is none."""
-        known = self.chat_template
-        if isinstance(known, dict):
-            if chat_template in known:
-                return known[chat_template]
-            names = ["tool_use"] * (tools is not None) + ["default"]
-            known = next((known[name] for name in names if name in known), None)
-        if (chosen := chat_template or known) is None:
+        template = self.chat_template
+        if isinstance(template, dict):
+            if chat_template in template:
+                return template[chat_template]
+            for_tools = template.get("tool_use") if tools is not None else None
+            template = for_tools or template.get("default")
+        template = chat_template or template
+        if template is None:
             raise ValueError("the tokenizer has no chat template")
-        return chosen
+        return template
 
     def apply_chat_template(
         self,
@@ -302,9 +303,9 @@ def _text(token: str | Mapping[str, Any]) -> str:
 
 
 def _templates(folder: Path, field: Any) -> str | dict[str, str] | None:
-    """Return the chat template, or several by name. Files come before the configuration's field.
+    """Return the chat template, or several by name. Files come before the configuration's `field`.
 
-    That of models which read images as well may be in a file of its own.
+    Models that read images as well may have a file `chat_template.json`.
     """
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (folder / "chat_template.jinja").is_file():
@@ -312,6 +313,7 @@ def _templates(folder: Path, field: Any) -> str | dict[str, str] | None:
     templates = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     if not templates:
         field = field or read_json(folder / "chat_template.json").get("chat_template")
-        known = field if isinstance(field, str | dict) else None
-        return {one["name"]: one["template"] for one in field} if isinstance(field, list) else known
+        if isinstance(field, list):
+            return {entry["name"]: entry["template"] for entry in field}
+        return field if isinstance(field, str | dict) else None
     return templates["default"] if templates.keys() == {"default"} else templates

@@ -1,4 +1,4 @@
-"""Draws tokens on the device, inside a pass, with the noise of their places (`quickbeam/noise.py`).
+"""Draws tokens on the device in a pass, by the noise of their positions (`quickbeam/noise.py`).
 
 The random words are the same integers as there. A device's logarithm may differ in the last bit, so
 where two tokens are as good as equal, the host decides. It also does where so many tokens are
@@ -22,7 +22,7 @@ LOW = 0xFFFFFFFF
 
 
 class DrawnRows(NamedTuple):
-    """The places of r rows, `[r, 1]` each.
+    """The positions of r rows, `[r, 1]` each.
 
     `key0`, `key1`: the low and the high half of the seed. `choice` and `position`: of the token
     that is drawn. All int64. `scale`: what logits are multiplied by, float64; 0 for a row that

@@ -28,7 +28,7 @@ from quickbeam.models.weights.gguf.architecture import (
 from quickbeam.models.weights.gguf.file import GgufFile, kind_name, widened
 from quickbeam.models.weights.gguf.names import (
     ANGLES,
-    BESIDE_TEXT,
+    OTHER_INPUTS,
     StoredName,
     is_behind,
     stored_names,
@@ -38,9 +38,7 @@ from quickbeam.models.weights.shapes import check_shapes, expected, refuse_share
 
 logger = logging.getLogger(__name__)
 
-logger = logging.getLogger(__name__)
-
-SAMPLED = {
+SAMPLING_KEYS = {  # to the names of a generation config
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -54,8 +52,8 @@ class GgufParameters(Parameters):
 
     With `kernels`, weights in blocks are given as `BlockRows`, and others as they are stored. With
     `dtype` float32, or without kernels, blocks are widened first. `stored_name`: gives the file's
-    name of a parameter, or None. `beside`: shapes of parameters that the `stack` doesn't name,
-    among them norms of its last norm's kind.
+    name of a parameter, or None. `extra_shapes`: shapes by name of parameters that the `stack`
+    doesn't name. Vectors among them are norms of the kind of the stack's last norm.
     """
 
     def __init__(
@@ -67,122 +65,128 @@ class GgufParameters(Parameters):
         dtype: torch.dtype,
         kernels: Kernels | None,
         stored_name: StoredName,
-        beside: Mapping[str, list[int]] = MappingProxyType({}),
+        extra_shapes: Mapping[str, list[int]] = MappingProxyType({}),
     ) -> None:
         """Raises `NotDescribed` for what is not described, and `InvalidInput` for a file that is
         not whole."""
-        self.file, self.config, self.stack = file, config, stack
+        self.file = file
+        self.config, self.stack = config, stack
         self._interleaved = architecture in INTERLEAVED
         self._interleaved_experts = architecture in INTERLEAVED_EXPERTS
         self.dtype, self._kernels = dtype, kernels
         self._widens = dtype is torch.float32 or kernels is None
         self._plus_one = {name for norm in norms(stack) if norm.plus_one for name in norm.weights}
         if stack.norm.plus_one:
-            self._plus_one |= {name for name, shape in beside.items() if len(shape) == 1}
+            self._plus_one |= {name for name, shape in extra_shapes.items() if len(shape) == 1}
         self._transposed = {
-            one.name for linear, _ in linears(stack) for one in linear.weights if one.transposed
+            tensor.name
+            for linear, _ in linears(stack)
+            for tensor in linear.weights
+            if tensor.transposed
         }
-        matrices = [one for one in stack.recurrents if isinstance(one, LinearAttention)]
-        self._slopes = {one.log_slope for one in matrices}
-        # what may be stored with an axis more
-        self._flat = self._slopes | {name for one in matrices for name in _of_heads(one)}
-        head_norms = norms(tuple(one.norms for one in stack.attentions))
-        self._flat |= {name for norm in head_norms for name in norm.weights}
-        wanted = names(stack) | beside.keys()
-        self._stored = self._places(stored_name, wanted)
-        file.refuse_formats(one for parts in self._stored.values() for one in parts)
+        self._slopes = set[str]()
+        self._vectors = set[str]()  # what may be stored with an axis more
+        for recurrent in stack.recurrents:
+            if isinstance(recurrent, LinearAttention):
+                self._slopes.add(recurrent.log_slope)
+                self._vectors.update(_vectors_of(recurrent))
+        for norm in norms(tuple(attention.norms for attention in stack.attentions)):
+            self._vectors.update(norm.weights)
+        wanted = names(stack) | extra_shapes.keys()
+        self._stored = self._stored_names(stored_name, wanted)
+        file.refuse_formats(name for parts in self._stored.values() for name in parts)
         refuse_incomplete(set(wanted) - self._stored.keys(), [])
         if not self._widens:
             self._refuse_two_formats()
-        self._lacking = {one.weight: 1 for one in stack.recurrents}  # axes of one number
-        gates = (one.shared_gate for one in experts(stack) if one.shared_gate)
-        for name in (tensor.name for gate in gates for tensor in gate.weights):
-            if len(self.shape(name)) == 1:
-                self._lacking[name] = 0
-        check_shapes(stack, self.shape, expected(stack, config) | {**beside})
+        # where a parameter has an axis of length 1 that the file's tensor lacks
+        self._missing_axis = {recurrent.weight: 1 for recurrent in stack.recurrents}
+        for mixture in experts(stack):
+            for tensor in mixture.shared_gate.weights if mixture.shared_gate else ():
+                if len(self.shape(tensor.name)) == 1:
+                    self._missing_axis[tensor.name] = 0
+        check_shapes(stack, self.shape, expected(stack, config) | {**extra_shapes})
         if dtype is torch.bfloat16:
             refuse_shared_experts(stack, self.like)
 
-    def _places(self, stored_name: StoredName, wanted: Set[str]) -> dict[str, tuple[str, ...]]:
-        """Return the names in the file of each `wanted` parameter, one above the other."""
+    def _stored_names(
+        self, stored_name: StoredName, wanted: Set[str]
+    ) -> dict[str, tuple[str, ...]]:
+        """Return the tensors of the file that are each `wanted` parameter, one above the other."""
         stored = {}
         for name in wanted:
-            own, _, kind = name.rpartition(".")
-            parts = [stored_name(name) or ""]
-            if own.endswith(".experts"):
-                module, end = kind.removesuffix("_bias"), "bias" if "_bias" in kind else "weight"
-                parts = [stored_name(f"{own}.{module}.{end}") or ""]
-                if module == "gate_up_proj" and not parts[0]:  # gates may lie apart, in each layout
-                    down = stored_name(f"{own}.down_proj.{end}") or ""
-                    parts = [down.replace("_down_", f"_{one}_") for one in ("gate", "up")]
-            if all(one in self.file.tensors for one in parts):
+            parts = _parts(name, stored_name)
+            if all(part in self.file.tensors for part in parts):
                 stored[name] = tuple(parts)
-                if len({self.file.tensors[one].shape for one in parts}) > 1:
+                if len({self.file.tensors[part].shape for part in parts}) > 1:
                     raise InvalidInput(f"{self.file.path}: {' and '.join(parts)} have other shapes")
         return stored
 
     def _refuse_two_formats(self) -> None:
         """Raise `NotDescribed` for a parameter whose parts are of two formats."""
         for parts in self._stored.values():
-            kinds = sorted({kind_name(self.file.tensors[one].kind) for one in parts})
+            kinds = sorted({kind_name(self.file.tensors[part].kind) for part in parts})
             if len(kinds) > 1:
                 raise NotDescribed(
-                    f"experts' gates and what they let through are {' and '.join(kinds)}"
+                    f"experts' gates and what they multiply are {' and '.join(kinds)}"
                 )
 
     def shape(self, name: str) -> list[int]:
-        first, *rest = [list(self.file.tensors[one].shape) for one in self._stored[name]]
-        shape = [first[0], first[1] + rest[0][1], *first[2:]] if rest else first
-        if name in self._flat:
+        parts = [self.file.tensors[part] for part in self._stored[name]]
+        shape = list(parts[0].shape)
+        if len(parts) > 1:
+            shape[1] = sum(part.shape[1] for part in parts)
+        if name in self._vectors:
             return [math.prod(shape)]
-        if name in self._lacking:
-            shape.insert(self._lacking[name], 1)
+        if name in self._missing_axis:
+            shape.insert(self._missing_axis[name], 1)
             return shape
         if name in self._transposed:
-            *of_experts, outputs, inputs = shape
-            return [*of_experts, inputs, outputs]
+            shape[-2:] = shape[-1], shape[-2]
         return shape
 
     def like(self, name: str) -> Weight:
         if self._widens:
             return super().like(name)
-        weights = [self.file[one] for one in self._stored[name]]  # mapped
-        part = weights[0]
+        weights = [self.file[part] for part in self._stored[name]]  # mapped
+        weight = weights[0]
         if len(weights) > 1:
-            none = [one[:0] for one in weights]
-            part = _joined(none, self._interleaved_experts, self.shape(name)[0])
-        if isinstance(part, BlockRows):
-            return with_data(part, torch.empty_like(part.data, device="meta"))
-        return torch.empty(self.shape(name), dtype=part.dtype, device="meta")
+            without_experts = _joined([part[:0] for part in weights], self._interleaved_experts)
+            shape = (self.shape(name)[0], *without_experts.data.shape[1:])
+            data = torch.empty(shape, dtype=without_experts.data.dtype, device="meta")
+            weight = with_data(without_experts, data)
+        if isinstance(weight, BlockRows):
+            return with_data(weight, torch.empty_like(weight.data, device="meta"))
+        return torch.empty(self.shape(name), dtype=weight.dtype, device="meta")
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
-        """Return rows `first` to `last` (excluded) of a tensor, `BlockRows` or numbers.
+        """Return rows `first` to `last` (excluded) of a tensor, as `BlockRows` or a tensor.
 
-        Blocks are never transposed. Of a matrix that is, rows are those of the file.
-        Where `first` is not 0, what was read before it is let go of.
+        Blocks are never transposed. Of a transposed matrix, rows are those of the file. Where
+        `first` is not 0, pages that were read before are dropped from memory.
         """
         if first:
             self.file.forget()
-        parts = [self._ordered(name, self.file[one])[first:last] for one in self._stored[name]]
+        parts = [self._arranged(name, self.file[part])[first:last] for part in self._stored[name]]
         if self._widens:
-            parts = [widened(one, self._kernels) for one in parts]
-        part = parts[0] if len(parts) == 1 else _joined(parts, self._interleaved_experts)
-        if isinstance(part, BlockRows):
-            return part
+            parts = [widened(part, self._kernels) for part in parts]
+        weight = parts[0] if len(parts) == 1 else _joined(parts, self._interleaved_experts)
+        if isinstance(weight, BlockRows):
+            return weight
         if name in self._transposed:
-            part = part.transpose(-1, -2)
+            weight = weight.transpose(-1, -2)
         if name in self._plus_one:
-            part = part.float() - 1
+            weight = weight.float() - 1
         elif name in self._slopes:  # stored as it is used
-            part = torch.log(-part.float())
-        return part.to(self.dtype) if part.dim() > 1 or self.dtype is torch.float32 else part
+            weight = torch.log(-weight.float())
+        converted = weight.dim() > 1 or self.dtype is torch.float32
+        return weight.to(self.dtype) if converted else weight
 
-    def _ordered(self, name: str, weight: Weight) -> Weight:
+    def _arranged(self, name: str, weight: Weight) -> Weight:
         """Return a weight with its axes, and the halves of a head one behind the other."""
-        if name in self._flat and isinstance(weight, torch.Tensor):
+        if name in self._vectors and isinstance(weight, torch.Tensor):
             return weight.flatten()
-        if name in self._lacking and isinstance(weight, torch.Tensor):
-            return weight.unsqueeze(self._lacking[name])
+        if name in self._missing_axis and isinstance(weight, torch.Tensor):
+            return weight.unsqueeze(self._missing_axis[name])
         module = name.rpartition(".")[0].rpartition(".")[2]
         if not self._interleaved or module not in ("q_proj", "k_proj"):
             return weight
@@ -191,7 +195,7 @@ class GgufParameters(Parameters):
         return with_data(weight, _halves(weight.data, heads))
 
     def release(self, layers: str, layer: int | None) -> None:
-        """Let go of what was read; it is mapped."""
+        """Drop what was read from memory; the file is mapped."""
         self.file.forget()
 
 
@@ -207,7 +211,8 @@ class GgufCheckpoint(GgufParameters):
     def __init__(self, path: Path, dtype: torch.dtype | None, kernels: Kernels | None) -> None:
         """Raises `NotDescribed` for what is not described, and `InvalidInput` for a file that is
         not whole, or has weights in other formats."""
-        self.path, file, dtype = path, GgufFile(path), dtype or torch.bfloat16
+        self.path = path
+        file, dtype = GgufFile(path), dtype or torch.bfloat16
         name, fields = architecture_of(file)
         self._architecture = name
         config: Any = ModelConfig(fields)
@@ -223,30 +228,40 @@ class GgufCheckpoint(GgufParameters):
         for key in ("tokens", "merges", "scores", "token_type"):  # large, and read
             file.metadata.pop(f"tokenizer.ggml.{key}", None)
         stored_name = stored_names(name, config.num_hidden_layers, file.tensors)
-        (head,) = {one.name for one in stack.head.weights}
-        tied = {head: stack.embedding} if config.tie_word_embeddings else {}
-        super().__init__(
-            file, name, config, stack, dtype, kernels, lambda own: stored_name(tied.get(own, own))
-        )
+        head = stack.head.weights[0].name
 
-    def _places(self, stored_name: StoredName, wanted: Set[str]) -> dict[str, tuple[str, ...]]:
-        stored = super()._places(stored_name, wanted)
-        read = {one for parts in stored.values() for one in parts}
-        read.update(one for name in self.stack.unread if (one := stored_name(name)) is not None)
-        odd, layers = self.file.tensors.keys() - read - set(ANGLES), self.config.num_hidden_layers
-        odd = {one for one in odd if not one.startswith(BESIDE_TEXT)}
-        behind = {one for one in odd if is_behind(one, layers)}
-        if odd := odd - behind:
+        def tied_name(parameter: str) -> str | None:
+            tied = config.tie_word_embeddings and parameter == head
+            return stored_name(stack.embedding if tied else parameter)
+
+        super().__init__(file, name, config, stack, dtype, kernels, tied_name)
+
+    def _stored_names(
+        self, stored_name: StoredName, wanted: Set[str]
+    ) -> dict[str, tuple[str, ...]]:
+        stored = super()._stored_names(stored_name, wanted)
+        read = {part for parts in stored.values() for part in parts}
+        read.update(stored_name(name) or "" for name in self.stack.unread)
+        layers = self.config.num_hidden_layers
+        unread = {
+            name
+            for name in self.file.tensors.keys() - read - set(ANGLES)
+            if not name.startswith(OTHER_INPUTS)
+        }
+        behind = {name for name in unread if is_behind(name, layers)}
+        unknown = unread - behind
+        if unknown:
             raise InvalidInput(
-                f"the file holds {min(odd)}, which is not known here and may change answers: take "
-                "the model's folder instead"
+                f"the file holds {min(unknown)}, which is not known here and may change answers: "
+                "take the model's folder instead"
             )
         heads = self.file.metadata.get(f"{self._architecture}.nextn_predict_layers", 0)
-        if more := {one for one in behind if is_behind(one, layers + heads)}:
+        unnamed = {name for name in behind if is_behind(name, layers + heads)}
+        if unnamed:
             logger.warning(
                 "%s: it holds %s, behind the %d layers that its metadata names: left out",
                 self.path,
-                some_of(more),
+                some_of(unnamed),
                 layers,
             )
         return stored
@@ -254,9 +269,12 @@ class GgufCheckpoint(GgufParameters):
     @property
     def sampling(self) -> dict[str, Any]:
         """What the file says of sampling, in the words of a generation config."""
-        of = self.file.metadata
-        values = {own: of.get(f"general.sampling.{name}") for name, own in SAMPLED.items()}
-        return {name: value for name, value in values.items() if value is not None}
+        metadata, sampling = self.file.metadata, {}
+        for key, name in SAMPLING_KEYS.items():
+            value = metadata.get(f"general.sampling.{key}")
+            if value is not None:
+                sampling[name] = value
+        return sampling
 
 
 def open_gguf(path: Path, dtype: torch.dtype | None, kernels: Kernels | None) -> GgufCheckpoint:
@@ -273,27 +291,40 @@ def open_gguf(path: Path, dtype: torch.dtype | None, kernels: Kernels | None) ->
     return checkpoint
 
 
-def _of_heads(of: LinearAttention) -> Iterator[str]:
-    """Yield what a recurrence has of each head or group, beside its slopes."""
-    if of.skip is not None:
-        yield of.skip
-    if of.norm is not None:
-        yield from of.norm.weights
+def _parts(name: str, stored_name: StoredName) -> list[str]:
+    """Return the tensors that are a parameter, one above the other; "" for none."""
+    prefix, _, last = name.rpartition(".")
+    if not prefix.endswith(".experts"):
+        return [stored_name(name) or ""]
+    module, kind = last.removesuffix("_bias"), "bias" if "_bias" in last else "weight"
+    stored = stored_name(f"{prefix}.{module}.{kind}") or ""
+    if stored or module != "gate_up_proj":
+        return [stored]
+    # gates may be a tensor of their own, in each layout
+    down = stored_name(f"{prefix}.down_proj.{kind}") or ""
+    return [down.replace("_down_", "_gate_"), down.replace("_down_", "_up_")]
 
 
-def _joined(parts: Sequence[Weight], interleaved: bool, count: int | None = None) -> Weight:
+def _vectors_of(recurrent: LinearAttention) -> Iterator[str]:
+    """Yield the parameters of a recurrence that have a number, or a row, for each head or group."""
+    yield recurrent.log_slope
+    if recurrent.skip is not None:
+        yield recurrent.skip
+    if recurrent.norm is not None:
+        yield from recurrent.norm.weights
+
+
+def _joined(parts: Sequence[Weight], interleaved: bool) -> Weight:
     """Return matrices `[experts, rows, …]` one below the other, or `interleaved` row by row.
 
-    All are of one format. `count`: without their numbers, of so many experts.
+    All are of one format.
     """
-    of = [one.data for one in parts]
-    data = torch.stack(of, 2).flatten(1, 2) if interleaved else torch.cat(of, 1)
-    if count is not None:
-        data = torch.empty(count, *data.shape[1:], dtype=data.dtype, device="meta")
+    matrices = [part.data for part in parts]
+    data = torch.stack(matrices, 2).flatten(1, 2) if interleaved else torch.cat(matrices, 1)
     return with_data(parts[0], data)
 
 
 def _halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Reorder rows 2i and 2i + 1 of each head to i and i + half."""
-    apart = rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
-    return apart.transpose(1, 2).reshape(rows.shape)
+    pairs = rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)

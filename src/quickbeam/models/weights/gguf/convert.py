@@ -25,8 +25,7 @@ def convert(gguf: Path, folder: Path, end_tokens: Sequence[str] = ()) -> None:
     """Write a .gguf model of a plain layout as a bfloat16 Hugging Face folder.
 
     The folder holds config, weights, tokenizer with chat template, and generation config.
-
-    `end_tokens`: any of these ends an answer; without them, the file's own do. Raises
+    `end_tokens`: any of these ends an answer; without them, those that the file names do. Raises
     `InvalidInput` for a file that can't be read, and `OSError` if the weights can't be written.
     """
     folder.mkdir()
@@ -42,11 +41,12 @@ def convert(gguf: Path, folder: Path, end_tokens: Sequence[str] = ()) -> None:
     # safetensors makes the file readable by its owner only
     path.chmod((folder / "config.json").stat().st_mode)
     tokenizer.save_pretrained(folder, save_jinja_files=False)  # of several templates in a folder
-    ends = [tokenizer.convert_tokens_to_ids(token) for token in end_tokens]
-    own = sorted(checkpoint.eos_ids, key=lambda token: (token != config.eos_token_id, token))
+    eos_ids = [tokenizer.convert_tokens_to_ids(token) for token in end_tokens]
+    if not eos_ids:
+        eos_ids = sorted(checkpoint.eos_ids, key=lambda id: (id != config.eos_token_id, id))
     GenerationConfig(
         bos_token_id=config.bos_token_id,
-        eos_token_id=ends or own or None,
+        eos_token_id=eos_ids or None,
         pad_token_id=config.pad_token_id,
     ).save_pretrained(folder)
 
@@ -65,14 +65,14 @@ def _weights_of(checkpoint: GgufCheckpoint) -> dict[str, torch.Tensor]:
     """Return a file's weights by name. A head that is the embedding is left out."""
     wanted = names(checkpoint.stack)
     if checkpoint.config.tie_word_embeddings:
-        wanted -= {one.name for one in checkpoint.stack.head.weights}
+        wanted -= {tensor.name for tensor in checkpoint.stack.head.weights}
     return {name: checkpoint(name).to(checkpoint.dtype).contiguous() for name in sorted(wanted)}
 
 
 def _tokenizer_of(checkpoint: GgufCheckpoint) -> PreTrainedTokenizerFast:
-    own = checkpoint.tokenizer
+    tokenizer = checkpoint.tokenizer
     return PreTrainedTokenizerFast(
-        tokenizer_object=own.backend_tokenizer,
-        chat_template=own.chat_template,
-        **own.special_tokens_map,
+        tokenizer_object=tokenizer.backend_tokenizer,
+        chat_template=tokenizer.chat_template,
+        **tokenizer.special_tokens_map,
     )

@@ -21,14 +21,16 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.native.library import FORMATS, Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows
 
-NUMBERS = "BbHhIif?..QqdX"  # struct's letters by type; 8 is a string, 9 an array
+LETTERS = "BbHhIif?..QqdX"  # struct's letters by type; 8 is a string, 9 an array
 STRING, ARRAY = 8, 9
 DIMENSIONS = 4  # most that a tensor has
-KINDS = {of.file_type: name for name, of in FORMATS.items() if of.file_type is not None}
-WHOLE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+BLOCKS = {  # formats of blocks
+    block_format.file_type: name
+    for name, block_format in FORMATS.items()
+    if block_format.file_type is not None
+}
+DENSE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 READ = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL and MXFP4"
-
-
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")  # the name of one of several files, without .gguf
 
 
@@ -50,12 +52,16 @@ def parts_of(path: Path) -> list[Path]:
 
     Raises `InvalidInput` for another file than the first, and for files that are missing.
     """
-    if (name := PART.fullmatch(path.stem)) is None or (count := int(name[3])) < 2:
+    match = PART.fullmatch(path.stem)
+    if match is None or int(match[3]) < 2:
         return [path]
-    paths = [path.with_name(f"{name[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
-    if int(name[2]) != 1:
-        raise InvalidInput(f"{path} is part {int(name[2])} of {count}: give {paths[0].name}")
-    if missing := [one.name for one in paths if not one.is_file()]:
+    name = match[1]
+    number, count = int(match[2]), int(match[3])
+    paths = [path.with_name(f"{name}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    if number != 1:
+        raise InvalidInput(f"{path} is part {number} of {count}: give {paths[0].name}")
+    missing = [part.name for part in paths if not part.is_file()]
+    if missing:
         raise InvalidInput(
             f"{path} is one of {count} files of a model, and beside it there is no "
             f"{', '.join(missing[:4])}: download all of them into one folder"
@@ -71,7 +77,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        first, *others = (_Part(one) for one in parts_of(path))
+        first, *others = (_Part(part) for part in parts_of(path))
         self.metadata, self.tensors = first.metadata, first.tensors
         self._parts = dict.fromkeys(first.tensors, first)
         count, number = self._count("split.count"), self._count("split.no")
@@ -86,8 +92,11 @@ class GgufFile:
                 f"such as {path.stem}-00001-of-{count:05}.gguf, in one folder"
             )
         for part in others:
-            if twice := part.tensors.keys() & self.tensors.keys():
-                raise InvalidInput(f"{part.path} holds {min(twice)} once more: download it again")
+            repeated = part.tensors.keys() & self.tensors.keys()
+            if repeated:
+                raise InvalidInput(
+                    f"{part.path} holds {min(repeated)} once more: download it again"
+                )
             self.tensors |= part.tensors
             self._parts |= dict.fromkeys(part.tensors, part)
 
@@ -97,18 +106,18 @@ class GgufFile:
         return value if isinstance(value, int) else 0
 
     def __getitem__(self, name: str) -> Weight:
-        """Return a tensor as it is stored: blocks, or numbers. Mapped, not read."""
+        """Return a tensor as it is stored: in blocks, or dense. It is mapped, not read."""
         self.refuse_formats([name])
-        of = self.tensors[name]
-        data = self._parts[name].bytes[of.offset : of.offset + of.bytes]
-        if of.kind in KINDS:
-            return BlockRows(data.view(*of.shape[:-1], -1), KINDS[of.kind])
-        if of.offset % 4:
+        stored = self.tensors[name]
+        data = self._parts[name].bytes[stored.offset : stored.offset + stored.bytes]
+        if stored.kind in BLOCKS:
+            return BlockRows(data.view(*stored.shape[:-1], -1), BLOCKS[stored.kind])
+        if stored.offset % 4:
             data = data.clone()
-        return data.view(WHOLE[of.kind]).view(of.shape)
+        return data.view(DENSE[stored.kind]).view(stored.shape)
 
     def forget(self) -> None:
-        """Let go of what was read into memory; it comes again from the file."""
+        """Drop the pages that were read into memory (`MADV_DONTNEED`)."""
         for part in set(self._parts.values()):
             part.forget()
 
@@ -116,7 +125,7 @@ class GgufFile:
         """Raise `InvalidInput` for tensors in a format that is not read."""
         for name in names:
             kind = self.tensors[name].kind
-            if kind not in KINDS and kind not in WHOLE:
+            if kind not in BLOCKS and kind not in DENSE:
                 raise InvalidInput(
                     f"{self.path}: the weight {name[:80]} is stored as "
                     f"{kind_name(kind)}, which is not read; read are {READ}: "
@@ -125,7 +134,7 @@ class GgufFile:
 
 
 class _Part:
-    """One mapped file. Raises `InvalidInput`, which names the file and what is wrong with it."""
+    """A mapped file. Raises `InvalidInput`, which names the file and what is wrong with it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -134,7 +143,8 @@ class _Part:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise InvalidInput(f"{path} can't be read: {error}") from error
-        self.size, self._at = len(self._map), 0
+        self.size = len(self._map)
+        self._position = 0  # of the next byte to read
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
         try:
@@ -156,31 +166,31 @@ class _Part:
     def _read(self) -> None:
         if self._take(4) != b"GGUF":
             raise ValueError("it doesn't begin with GGUF")
-        if (version := self._number("I")) not in (2, 3):
+        version = self._number("I")
+        if version not in (2, 3):
             if version in (2 << 24, 3 << 24):
                 raise InvalidInput(
                     f"{self.path} is big-endian, and little-endian files are read: take such a "
-                    "file, or turn it by llama.cpp's gguf_convert_endian.py"
+                    "file, or convert it by llama.cpp's gguf_convert_endian.py"
                 )
             raise ValueError(f"version {version} of the layout; 2 and 3 are read")
-        tensors, pairs = self._number("Q"), self._number("Q")
-        for _ in range(pairs):
+        tensor_count, key_count = self._number("Q"), self._number("Q")
+        for _ in range(key_count):
             key = self._string()
             self.metadata[key] = self._value(self._number("I"))
-        headers = [self._about() for _ in range(tensors)]
+        headers = [self._header() for _ in range(tensor_count)]
         alignment = self.metadata.get("general.alignment", 32)
         if alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment is {alignment}, which is no power of 2")
-        begin = -(-self._at // alignment) * alignment
+        first = -(-self._position // alignment) * alignment
         for name, kind, shape, offset in headers:
-            self.tensors[name] = self._placed(name, kind, shape, begin + offset)
+            self.tensors[name] = self._located(name, kind, shape, first + offset)
 
     def _take(self, size: int) -> bytes:
-        if size > self.size - self._at:
+        if size > self.size - self._position:
             raise ValueError(f"it ends at byte {self.size}, in the middle of its metadata")
-        taken = self._map[self._at : self._at + size]
-        self._at += size
-        return taken
+        self._position += size
+        return self._map[self._position - size : self._position]
 
     def _number(self, letter: str) -> Any:
         return struct.unpack(f"<{letter}", self._take(struct.calcsize(f"<{letter}")))[0]
@@ -189,15 +199,17 @@ class _Part:
         return self._take(self._number("Q")).decode()
 
     def _strings(self, count: int) -> list[str]:
-        texts, whole, at, take = [], self._map, self._at, int.from_bytes
+        # a vocabulary has 200,000 of them, so this doesn't call `_string`
+        texts = []
+        data, position = self._map, self._position
         for _ in range(count):
-            begin = at + 8
-            at = begin + take(whole[at:begin], "little")
-            texts.append(whole[begin:at])
-            if at > self.size:
+            first = position + 8
+            position = first + int.from_bytes(data[position:first], "little")
+            texts.append(data[first:position])
+            if position > self.size:
                 raise ValueError("a text in its metadata is longer than the file")
-        self._at = at
-        return [one.decode() for one in texts]
+        self._position = position
+        return [text.decode() for text in texts]
 
     def _value(self, kind: int) -> Any:
         if kind == STRING:
@@ -206,27 +218,28 @@ class _Part:
             inner, count = self._number("I"), self._number("Q")
             if inner == STRING:
                 return self._strings(count)
-            dtype = np.dtype(NUMBERS[inner]).newbyteorder("<")
+            dtype = np.dtype(LETTERS[inner]).newbyteorder("<")
             return np.frombuffer(self._take(count * dtype.itemsize), dtype=dtype)
-        return self._number(NUMBERS[kind])
+        return self._number(LETTERS[kind])
 
-    def _about(self) -> tuple[str, int, tuple[int, ...], int]:
+    def _header(self) -> tuple[str, int, tuple[int, ...], int]:
         name, dimensions = self._string(), self._number("I")
         if not 0 < dimensions <= DIMENSIONS:
             raise ValueError(f"{name[:80]!r} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
         return name, self._number("I"), shape, self._number("Q")
 
-    def _placed(self, name: str, kind: int, shape: tuple[int, ...], offset: int) -> StoredTensor:
-        if kind in WHOLE:
-            inputs, bytes_of = 1, WHOLE[kind].itemsize
-        elif kind in KINDS:
-            inputs, bytes_of = FORMATS[KINDS[kind]].inputs, FORMATS[KINDS[kind]].bytes
+    def _located(self, name: str, kind: int, shape: tuple[int, ...], offset: int) -> StoredTensor:
+        if kind in DENSE:
+            inputs, block_bytes = 1, DENSE[kind].itemsize
+        elif kind in BLOCKS:
+            block_format = FORMATS[BLOCKS[kind]]
+            inputs, block_bytes = block_format.inputs, block_format.bytes
         else:
             return StoredTensor(kind, shape, offset, 0)
         if shape[-1] % inputs or (len(shape) < 2 and inputs > 1):
             raise ValueError(f"{name[:80]!r} has shape {shape}, not of whole blocks")
-        size = math.prod(shape) // inputs * bytes_of
+        size = math.prod(shape) // inputs * block_bytes
         if size == 0 or offset + size > self.size:
             raise ValueError(
                 f"{name[:80]!r} should be at bytes {offset} to {offset + size} of {self.size}"
@@ -245,9 +258,9 @@ def widened(weight: Weight, kernels: Kernels | None) -> torch.Tensor:
         return dense_rows(kernels, weight)
     from gguf import GGMLQuantizationType, dequantize
 
-    number = FORMATS[weight.name].file_type
-    assert number is not None
-    return torch.from_numpy(dequantize(weight.data.numpy(), GGMLQuantizationType(number)))
+    file_type = FORMATS[weight.name].file_type
+    assert file_type is not None
+    return torch.from_numpy(dequantize(weight.data.numpy(), GGMLQuantizationType(file_type)))
 
 
 def kind_name(kind: int) -> str:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from drafters import KnownDrafter, context_of, grow, paths, tree_of, zipf_drafter
+from drafters import KnownDrafter, context_of, paths, propose, tree_of, zipf_drafter
 from quickbeam.drafters.base import DraftProbs
 from quickbeam.methods import children, search
-from quickbeam.methods.acceptance import as_printed
-from quickbeam.methods.children import DrawnChildren, RankedChildren, proposals
+from quickbeam.methods.acceptance import printed_features
+from quickbeam.methods.children import DrawnChildren, RankedChildren, likeliest_children
 from quickbeam.methods.ddtree import DDTree
 from quickbeam.methods.dyspec import DySpec, Threshold
 from quickbeam.methods.eagle2 import Eagle2
@@ -55,7 +55,9 @@ def test_draws_are_without_replacement_and_ranked_children_deterministic():
             exact[order] *= weights[token] / left
             left -= weights[token]
     assert chi_square(counts, exact) > 1e-3
-    rows = proposals(context_of([1], 0.0), DraftProbs(torch.tensor([[0.1, 0.0, 0.6, 0.3]])), [0], 9)
+    rows = likeliest_children(
+        context_of([1], 0.0), DraftProbs(torch.tensor([[0.1, 0.0, 0.6, 0.3]])), [0], 9
+    )
     ranked, seen = RankedChildren(*rows), []
     while ranked.left:
         seen.append((ranked.left, *ranked.draw()))
@@ -110,7 +112,7 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed, size, max_dept
         return [next(token for token in orders[node] if residual[token] > 0)]
 
     ((_, expected),) = algorithm_1(model.draft, size, max_depth, next_token)
-    policy = DySpec(KnownDrafter(model.draft), as_printed)
+    policy = DySpec(KnownDrafter(model.draft), printed_features)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(children, "DrawnChildren", draw_from)
         tree = tree_of(policy, context_of([0], 1.0), size + 1, max_depth)
@@ -135,7 +137,7 @@ def all_paths(probs, max_depth, least):
 def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed, size, max_depth, fraction):
     """However many distributions a call asks for."""
     model = ToyModel(vocab=4, seed=seed)
-    policy = DySpec(KnownDrafter(model.draft), as_printed)
+    policy = DySpec(KnownDrafter(model.draft), printed_features)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "FRACTION", fraction)
         patch.setattr(search, "CHILD_SHARE", 1.0)
@@ -199,14 +201,14 @@ def test_threshold_trees_have_the_probs_of_algorithm_2(seed):
         exact[nodes] += prob
     assert len(exact) > 10
 
-    def grown():
+    def sampled_tokens():
         tree = tree_of(policy, context_of([0], 1.0, generator), 100, 3)
         return frozenset(
             (path, list(tree.children[tree.parent[node]]).index(path[-1]))
             for node, path in enumerate(paths(tree), 1)
         )
 
-    assert chi_square(Counter(grown() for _ in range(2500)), exact) > 1e-3 / 3
+    assert chi_square(Counter(sampled_tokens() for _ in range(2500)), exact) > 1e-3 / 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
@@ -326,7 +328,7 @@ def test_sequoia_fills_its_shape_and_learns_what_is_accepted():
     policy, ids = Sequoia(zipf_drafter()), [0]
     first = tree_of(policy, context_of(ids, 0.0), 16, 20)
     for _ in range(400):
-        tree, learn = grow(policy, context_of(ids, 0.0), 16, 20)
+        tree, learn = propose(policy, context_of(ids, 0.0), 16, 20)
         path = [0]
         while len(tree.children[path[-1]]) > 1:
             token, node = list(tree.children[path[-1]].items())[1]
@@ -337,5 +339,5 @@ def test_sequoia_fills_its_shape_and_learns_what_is_accepted():
     assert policy.acceptance[1] > 0.9 > 0.1 > policy.acceptance[0]
     assert max(tree.depth) >= 7 > max(first.depth)
     measured = Sequoia(zipf_drafter(), (0.5, 0.3))
-    grow(measured, context_of([0], 0.0), 16, 20).learn(tree, path)
+    propose(measured, context_of([0], 0.0), 16, 20).learn(tree, path)
     assert measured.acceptance == (0.5, 0.3)

@@ -1,4 +1,4 @@
-"""The draft trees of one step, grown side by side.
+"""The draft trees of one step, proposed side by side.
 
 Each round answers all trees that want a drafter's distributions in one call.
 """
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from quickbeam.drafters.base import Drafter, DraftProbs
 from quickbeam.engine.budget import ASKED, PLAIN, Budget
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.methods.base import Grown, Growth, NoDraft
+from quickbeam.methods.base import NoDraft, Proposal, ProposalSteps
 from quickbeam.methods.constrained import constrained
 from quickbeam.models.base import Draft, Model
 
@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=Any)  # something of a `sequence`
 T = TypeVar("T")
 
-UNPRICED = 16  # nodes of a tree under the measured budget whose method asks nothing of their costs
+# nodes of a tree under the measured budget whose method doesn't use the cost model
+NODES_WITHOUT_COSTS = 16
 CATCH_UP = 32  # where a drafter has to read more tokens than this, it does so before the call
 FEW = 8  # tokens of a sequence that are read in a call whose time counts
 # Of these it reads at most twice as many as the answer may still have, and at most so many, if it
@@ -33,26 +34,26 @@ TOKENS = 2.0  # of a step, about
 
 
 @dataclass(eq=False)
-class TreeDraft:
-    """One sequence's tree while it grows.
+class SequenceProposal:
+    """One sequence's tree while it is proposed.
 
-    - `request`: its next request to the drafter, None once it is grown.
-    - `grown`: the result, once there is one.
+    - `request`: its next request to the drafter, None once there is a result.
+    - `result`: the result, once there is one.
     - `calls`, `seconds`: the drafter's calls for it and its share of their time.
     """
 
     sequence: SequenceState
-    growth: Growth
+    steps: ProposalSteps
     request: Any = None
-    grown: Grown | None = None
+    result: Proposal | None = None
     calls: int = 0
     seconds: float = 0.0
 
     @property
     def part(self) -> Draft:
-        """The tree as a part of a pass, once it is grown."""
-        assert self.grown is not None and self.sequence.cache is not None
-        return Draft(self.sequence.cache, self.grown.tree, draws=self.sequence.draws)
+        """The tree as a part of a pass, once there is a result."""
+        assert self.result is not None and self.sequence.cache is not None
+        return Draft(self.sequence.cache, self.result.tree, draws=self.sequence.draws)
 
     @property
     def measured(self) -> bool:
@@ -60,8 +61,8 @@ class TreeDraft:
         return self.sequence.context.node_costs is not None
 
 
-class DraftStep:
-    """Grows the trees of one step.
+class StepProposer:
+    """Proposes the trees of one step.
 
     `budget` returns the budget, which may have to be measured first; it is asked for only if a
     tree's size is not fixed. `prompts`: rows of prompts that the same pass reads. If a tree fails,
@@ -93,9 +94,9 @@ class DraftStep:
         budget.begin(setting, len(self.running), tokens, nodes, self._prompts, drafter)
         return budget
 
-    def grow(self) -> list[TreeDraft]:
-        """Grow the trees of all running sequences, round by round."""
-        drafts = list[TreeDraft]()
+    def propose(self) -> list[SequenceProposal]:
+        """Propose the trees of all running sequences, round by round."""
+        drafts = list[SequenceProposal]()
         for sequence in self.running:
             try:
                 drafts.append(self._begin(sequence))
@@ -117,17 +118,17 @@ class DraftStep:
             asked = self.asked if asks else any(one.nodes > 1 for one in self.running)
             self.budget.observe(tokens, seconds, self.reading, asked)
 
-    def _begin(self, sequence: SequenceState) -> TreeDraft:
+    def _begin(self, sequence: SequenceState) -> SequenceProposal:
         context, depth = sequence.context, sequence.remaining - 1
         context.node_costs, context.explore = None, False
         nodes = sequence.request.budget
         if nodes is None:
             nodes = self._measured_nodes(sequence)
         # for the root alone nothing is looked for
-        growth = (sequence.policy if nodes > 1 else NoDraft()).grow(context, nodes, depth)
+        steps = (sequence.policy if nodes > 1 else NoDraft()).propose(context, nodes, depth)
         if context.grammar is not None:
-            growth = constrained(growth, context, nodes, depth)
-        return TreeDraft(sequence, growth)
+            steps = constrained(steps, context, nodes, depth)
+        return SequenceProposal(sequence, steps)
 
     def _measured_nodes(self, sequence: SequenceState) -> int:
         """Return how many nodes a tree may have, and give the context what a node costs."""
@@ -137,8 +138,8 @@ class DraftStep:
         # forced tokens are drafted in any case
         if self.budget.kind == PLAIN and context.grammar is None:
             return 1
-        if not policy.priced or context.draws:
-            return UNPRICED
+        if not policy.uses_cost_model or context.samples_children:
+            return NODES_WITHOUT_COSTS
         if self.budget.kind == ASKED or sequence.drafter is None:
             context.explore = self.budget.explore(self._exploring_seconds(sequence))
         context.node_costs = self.budget.node_costs(context.explore)
@@ -152,7 +153,7 @@ class DraftStep:
             return 0.0
         return cost.of_call(drafter) + cost.of_reading(drafter, self._to_read(sequence))
 
-    def _ask(self, waiting: list[TreeDraft]) -> list[TreeDraft]:
+    def _ask(self, waiting: list[SequenceProposal]) -> list[SequenceProposal]:
         """Return the trees whose requests are worth their time; the others go on without."""
         measured = [one for one in waiting if one.measured]
         if not measured:
@@ -170,7 +171,7 @@ class DraftStep:
         skips = drafter is not None and drafter.skips
         return min(unread, _tail(sequence)) if skips else unread
 
-    def _gain(self, one: TreeDraft) -> float:
+    def _gain(self, one: SequenceProposal) -> float:
         """Return the tokens that a tree gains from an answer, beside the time of the call.
 
         Where the drafter has to read much first, this is spread over the steps that are left.
@@ -185,7 +186,7 @@ class DraftStep:
         reading = cost.of_reading(sequence.drafter, unread) / steps
         return float(one.request.gain - self.budget.rate * reading)
 
-    def _answer(self, drafter: Drafter, asked: list[TreeDraft]) -> None:
+    def _answer(self, drafter: Drafter, asked: list[SequenceProposal]) -> None:
         # Where the drafter missed many tokens because it was not asked, it reads them first, or the
         # last of them, if it can do without the others. So the call that follows is timed like any
         # other, however long ago the last one was.
@@ -219,11 +220,11 @@ class DraftStep:
         if cost is not None and timed and unread <= FEW * timed:
             cost.observe_call(drafter, timed, time.perf_counter() - caught_up)
 
-    def _send(self, one: TreeDraft, answer: DraftProbs | None) -> None:
+    def _send(self, one: SequenceProposal, answer: DraftProbs | None) -> None:
         try:
-            one.request = one.growth.send(answer)
+            one.request = one.steps.send(answer)
         except StopIteration as end:
-            one.request, one.grown = None, end.value
+            one.request, one.result = None, end.value
         except Exception as error:
             one.request = None
             fail(one.sequence, error)

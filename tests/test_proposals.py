@@ -41,7 +41,7 @@ def started(policy, context):
     return context
 
 
-def grown(context, budget, max_depth=32, method="logitspec"):
+def method_tree(context, budget, max_depth=32, method="logitspec"):
     policy = make_method(method)
     return tree_of(policy, started(policy, context), budget, max_depth)
 
@@ -87,7 +87,7 @@ def nodes(tree):
 @given(contexts(), budgets, depths, st.sampled_from(WITHOUT))
 def test_every_tree_keeps_the_contract(context, budget, max_depth, method):
     before = (list(context.ids), context.logits.clone())
-    tree = grown(context, budget, max_depth, method)
+    tree = method_tree(context, budget, max_depth, method)
     assert 1 <= len(tree) <= budget
     assert max(tree.depth) <= max_depth
     assert (tree.token[0], tree.parent[0], tree.source[0]) == (context.ids[-1], -1, "root")
@@ -112,7 +112,7 @@ def test_a_smaller_budget_gives_the_beginning_of_the_tree(context, small, large,
 @examples(100, derandomize=True)
 @given(contexts(), budgets, depths)
 def test_chain_is_the_longest_match_read_on(context, budget, max_depth):
-    tree = grown(context, budget, max_depth, "pld")
+    tree = method_tree(context, budget, max_depth, "pld")
     assert tree.token[1:] == read_on(context.ids, [], 60)[: min(10, budget - 1, max_depth)]
     assert tree.parent == list(range(-1, len(tree) - 1))
 
@@ -123,8 +123,8 @@ def test_the_tree_is_the_trie_of_drafts_the_chain_first(context, budget, max_dep
     """Of all drafts where there is room, within a budget of so many as fit."""
     every, chain = drafts(context, max_depth), read_on(context.ids, [], 20)[:max_depth]
     wanted = {tuple(path[:end]) for path in every for end in range(1, len(path) + 1)}
-    assert set(paths(grown(context, 1000, max_depth))) == wanted
-    tree = grown(context, budget, max_depth)
+    assert set(paths(method_tree(context, 1000, max_depth))) == wanted
+    tree = method_tree(context, budget, max_depth)
     assert set(paths(tree)) <= wanted and len(tree) == min(budget, 1 + len(wanted))
     match = longest_match(context.ids, context.ids)
     lead = min(3 * match[1], budget - 1, max_depth) if match else 0
@@ -137,7 +137,7 @@ def test_by_hand():
     context = Context(ids, logits_in_order([1, 9, 2, 6, 0], 40))
     # The match of (1) at 0 gives 2 3 9 and leads; then guess 9 (longest match (9), newest at 9: 4
     # 1, then itself: 9), then the chain's turn, and so on.
-    tree = grown(context, 15)
+    tree = method_tree(context, 15)
     # four for the branch, four for the chain; guess 2 is the chain's first token and its branch
     # 2 3 9 4 is there: not paid for
     assert tree.token == [1, 2, 3, 9, 9, 4, 1, 9, 4, 5, 6, 7, 6, 7, 8]

@@ -24,11 +24,11 @@ def p_value(policy, model, temperature, count, budget=7, change=None):
     target, _ = toy_probs(model, temperature)
     generator = torch.Generator().manual_seed(count)
 
-    def grow(ids, rng):
+    def make_tree(ids, rng):
         tree = tree_of(policy, context_of(ids, temperature, generator), budget, 5)
         return change(tree) if change else tree
 
-    counts = samples(model, grow, count=count, length=2, seed=1, probs=target)
+    counts = samples(model, make_tree, count=count, length=2, seed=1, probs=target)
     return chi_square(counts, exact_probs(target, model.vocab, 2))
 
 
