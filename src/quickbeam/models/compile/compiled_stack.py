@@ -132,7 +132,8 @@ class CompiledStack:
         packed_file: PackedFile | None = None,
         memory: int | None = None,
     ) -> None:
-        self.stack, self._parameters, self._pages = stack, parameters, pages
+        self.stack, self._parameters = stack, parameters
+        self._pages = pages
         self.mapped_bytes = 0  # of weights that are in a mapped file
         self._kernels, self._float32 = pages.kernels, pages.dtype is torch.float32
         self._small_parameters = SmallParameters(parameters, pages.kernels, self._float32)
@@ -215,12 +216,13 @@ class CompiledStack:
         )
 
     def _make(self, packed_file: PackedFile | None = None, stage: str = "") -> Program:
-        """Return a program. `packed_file.progress` gets `stage` and how far it is."""
-        stack, parameters, width = self.stack, self._parameters, self._width
+        """Return a program. `packed_file.progress` is called with `stage` and how far it is."""
+        stack, parameters = self.stack, self._parameters
         self._compiler = c = self._new_compiler()
         program = c.program
-        last = len(stack.layers) + 1
-        hidden = program.external("hidden", len(self.aux_layers) * width, self._float32)
+        hidden = program.external("hidden", len(self.aux_layers) * c.width, self._float32)
+
+        # embed
         first_source = self._add_input(c)
         if stack.embedding_norm is not None:
             c.norm(stack.embedding_norm, c.x, c.x)
@@ -229,34 +231,40 @@ class CompiledStack:
             program.embed(positions, c.x, add=True)
         if stack.per_layer is not None:
             add_per_layer_inputs(c, stack.per_layer, parameters.mapped(stack.per_layer.table))
+
+        # layers
         for i, layer in enumerate(stack.layers):
             if packed_file is not None:
                 packed_file.progress(stage, i / len(stack.layers))
             add_layer(c, layer, i, first_source if i == 0 else None)
             parameters.release(stack.inside, i)
-            for k, watched in enumerate(self.aux_layers):
-                if watched == i + 1:
-                    program.copy(c.x, hidden, column=k * width)
-        for k, watched in enumerate(self.aux_layers):
-            if watched == last:
-                c.norm(stack.norm, c.x, hidden, column=k * width)
+            for column in self._hidden_columns(i + 1):
+                program.copy(c.x, hidden, column=column)
+
+        # final norm and head
+        for column in self._hidden_columns(len(stack.layers) + 1):
+            c.norm(stack.norm, c.x, hidden, column=column)
         if self._head is not None:
             c.norm(stack.norm, c.x, c.normed, gather=True)
             self._project(program, c.normed)
-        if c.recurrences:  # how a state follows from another
+        if c.recurrences:  # the pages compute committed states by them
             self._pages.recurrences = (Recurrence * len(c.recurrences))(*c.recurrences)
         return program
 
+    def _hidden_columns(self, layer: int) -> list[int]:
+        """Return the first columns of the buffer `hidden` for the states after a layer."""
+        width = self._width
+        return [k * width for k, aux_layer in enumerate(self.aux_layers) if aux_layer == layer]
+
     @property
     def _width(self) -> int:
+        """The width of the residual stream."""
         hidden_input = self.stack.hidden_input
         if hidden_input is None:
             return self._embedding_width
-        return (
-            hidden_input.width
-            if hidden_input.join is None
-            else self._packed(hidden_input.join).outputs
-        )
+        if hidden_input.join is None:
+            return hidden_input.width
+        return int(self._packed(hidden_input.join).outputs)
 
     @property
     def _embedding_width(self) -> int:
@@ -268,15 +276,13 @@ class CompiledStack:
         Returns the buffer that the first attention reads, None where that is the normed stream.
         """
         hidden_input = self.stack.hidden_input
-        token: Buffer | None = c.x
-        if hidden_input is not None:
-            token = None
-            if hidden_input.reads_tokens:
-                token = c.buffer("token", self._embedding_width, True)
-        if token is not None:
-            c.program.embed(self._embedded, token, scale=self.stack.scale)
         if hidden_input is None:
+            c.program.embed(self._embedded, c.x, scale=self.stack.scale)
             return None
+        token: Buffer | None = None
+        if hidden_input.reads_tokens:
+            token = c.buffer("token", self._embedding_width, True)
+            c.program.embed(self._embedded, token, scale=self.stack.scale)
         states = c.program.external("states", hidden_input.width, True)
         return add_hidden_input(c, hidden_input, token, states)
 
@@ -296,7 +302,7 @@ class CompiledStack:
     # --- passes ---
 
     def _results(self, rows: RowList) -> dict[str, torch.Tensor]:
-        """Return empty tensors for what a pass gives."""
+        """Return empty tensors for the results of a pass, by the names of its buffers."""
         wanted, columns = len(rows.wanted), len(self.aux_layers) * self._width
         dtype = torch.float32 if self._float32 else torch.bfloat16
         results = {"hidden": torch.empty(len(rows), columns, dtype=dtype)}
@@ -311,17 +317,17 @@ class CompiledStack:
         `states`: what a drafter's rows read besides tokens, `[rows, width]` float32. Sets `hidden`
         and `best`.
         """
-        given, program = self._results(rows), self._program
+        tensors = self._results(rows)
         if states is not None:
-            given["states"] = states
+            tensors["states"] = states
         angles = self._angles.up_to(max(rows.positions))
         if self.disk is None:
-            program.run(rows, given, angles)
-            self.best = given["best"].tolist() if "best" in given else None
+            self._program.run(rows, tensors, angles)
+            self.best = tensors["best"].tolist() if "best" in tensors else None
         else:
-            self.disk.run(program, rows, given, angles)
-        self.hidden = given["hidden"]
-        return given.get("logits", self.hidden[:0])
+            self.disk.run(self._program, rows, tensors, angles)
+        self.hidden = tensors["hidden"]
+        return tensors.get("logits", self.hidden[:0])
 
     @property
     def block_formats(self) -> set[str]:

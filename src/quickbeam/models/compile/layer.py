@@ -27,8 +27,9 @@ def add_layer(c: StackCompiler, layer: Layer, i: int, source: Buffer | None = No
 
 
 def _mix(c: StackCompiler, layer: Layer, i: int, source: Buffer | None) -> None:
-    """Add what mixes tokens, and what reads the residual stream before it is added."""
-    attention, recurrent, after = layer.attention, layer.recurrent, layer.attention_after
+    """Add attention and recurrent layer, and the norms that read the stream before these."""
+    attention, recurrent = layer.attention, layer.recurrent
+    after = layer.attention_after
     if attention is None and recurrent is None:
         return
     if source is None:
@@ -46,46 +47,54 @@ def _mix(c: StackCompiler, layer: Layer, i: int, source: Buffer | None) -> None:
         )
 
 
-def _attend(c: StackCompiler, of: Attention, i: int, source: Buffer) -> Buffer:
-    """Add a layer's attention to a source up to its last product, and return what that reads."""
-    qkv, query = add_queries_and_keys(c, of, i, source)
-    i = i if of.source is None else of.source
-    shape, offset = c.pages.shapes[i], c.pages.offsets[i]
-    attended = c.buffer("attended", of.heads * of.value_dim)
-    scores = of.scaling, of.window, of.softcap
-    sinks = None if of.sinks is None else c.parameters(of.sinks)
-    c.program.attend(query, attended, of.heads, shape, offset, *scores, sinks, of.bidirectional)
-    if of.gated:
-        dim, at = of.head_dim, (of.heads + 2 * of.kv_heads) * of.head_dim
+def _attend(c: StackCompiler, attention: Attention, i: int, source: Buffer) -> Buffer:
+    """Add the attention of layer `i` up to its last product, and return what that reads."""
+    qkv, query = add_queries_and_keys(c, attention, i, source)
+    kv_layer = i if attention.source is None else attention.source
+    heads, head_dim = attention.heads, attention.head_dim
+    attended = c.buffer("attended", heads * attention.value_dim)
+    c.program.attend(
+        query,
+        attended,
+        heads,
+        c.pages.shapes[kv_layer],
+        c.pages.offsets[kv_layer],
+        attention.scaling,
+        attention.window,
+        attention.softcap,
+        None if attention.sinks is None else c.parameters(attention.sinks),
+        attention.bidirectional,
+    )
+    if attention.gated:
         c.program.gate(
             attended,
             qkv,
             attended,
-            of.heads,
-            dim,
-            gates_column=at,
-            one_gate=of.one_gate,
+            heads,
+            head_dim,
+            gates_column=(heads + 2 * attention.kv_heads) * head_dim,
+            one_gate=attention.one_gate,
             activation="sigmoid",
         )
     return attended
 
 
 def add_queries_and_keys(
-    c: StackCompiler, of: Attention, i: int, source: Buffer
+    c: StackCompiler, attention: Attention, i: int, source: Buffer
 ) -> tuple[Buffer, Buffer]:
     """Add the queries of layer `i`, and its keys and values, which go to their pages.
 
-    Returns the buffers of what its first product gives, and of the queries.
+    Returns the buffers of the first product's results, and of the queries.
     """
-    i = i if of.source is None else of.source
-    shape, offset = c.pages.shapes[i], c.pages.offsets[i]
-    qkv = c.buffer("qkv", c.packed(of.qkv).outputs, True)
-    query = c.buffer("query", of.heads * of.head_dim)
-    c.product(of.qkv, source, qkv)
-    if of.latent is not None:
-        _latent(c, of, of.latent, qkv, query, shape, offset)
+    kv_layer = i if attention.source is None else attention.source
+    shape, offset = c.pages.shapes[kv_layer], c.pages.offsets[kv_layer]
+    qkv = c.buffer("qkv", c.packed(attention.qkv).outputs, True)
+    query = c.buffer("query", attention.heads * attention.head_dim)
+    c.product(attention.qkv, source, qkv)
+    if attention.latent is not None:
+        _latent(c, attention, attention.latent, qkv, query, shape, offset)
     else:
-        _heads(c, of, qkv, query, shape, offset)
+        _heads(c, attention, qkv, query, shape, offset)
     return qkv, query
 
 
