@@ -47,8 +47,8 @@ class RandomSteps(Budget):
 
     turns = random.Random(0)
 
-    def begin(self, *step):
-        super().begin(*step)
+    def begin(self, *args, **load):
+        super().begin(*args, **load)
         self.kind = self.turns.choice([*self._speeds])
 
     def observe(self, *step):
