@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.models.rotary import angles_of
-from quickbeam.models.stack import Experts, Layer, PerLayerInput, PerLayerInputs, Stack
+from quickbeam.models.rotary import Angles, angles_of
+from quickbeam.models.stack import Experts, Layer, PerLayerInput, PerLayerInputs, Rotary, Stack
 from quickbeam.models.torch.attention import AttentionLayer, PassInputs, attention_on
 from quickbeam.models.torch.feed_forward import (
     ExpertsLayer,
@@ -34,7 +34,8 @@ class Embedding(nn.Module):
 
     def __init__(self, weight: nn.Parameter, scale: float) -> None:
         super().__init__()
-        self.weight, self.embed_scale = weight, scale
+        self.weight = weight
+        self.embed_scale = scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = F.embedding(ids, self.weight)
@@ -42,43 +43,49 @@ class Embedding(nn.Module):
 
 
 class PerLayerEmbeddings(nn.Module):
-    """Makes the inputs that each layer has of its own (`stack.PerLayerInputs`)."""
+    """Computes an input for each layer from the tokens' ids (`stack.PerLayerInputs`)."""
 
     def __init__(self, per_layer: PerLayerInputs, layers: int, reader: Reader) -> None:
         super().__init__()
-        self.per_layer, self.layers = per_layer, layers
+        self.per_layer = per_layer
+        self.layers = layers
         self.table = reader.table(per_layer.table)
-        self.projection, self.norm = (
-            reader.product(per_layer.projection),
-            reader.norm(per_layer.norm),
-        )
+        self.projection = reader.product(per_layer.projection)
+        self.norm = reader.norm(per_layer.norm)
 
     def forward(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return `[n, layers, width]` for `tokens` `[n]`, whose embeddings are `x` `[n, d]`."""
-        apart = self.layers, self.per_layer.width
-        rows = F.embedding(tokens, self.table).float() * self.per_layer.scale
-        rows = torch.unflatten(rows, -1, apart)
-        projected = torch.unflatten(self.projection(x) * self.per_layer.factor, -1, apart)
-        result: torch.Tensor = (self.norm(projected) + rows) * self.per_layer.mixed
+        shape = (self.layers, self.per_layer.width)
+        embedded = F.embedding(tokens, self.table).float() * self.per_layer.scale
+        embedded = torch.unflatten(embedded, -1, shape)
+        projected = self.projection(x) * self.per_layer.factor
+        projected = torch.unflatten(projected, -1, shape)
+        result: torch.Tensor = (self.norm(projected) + embedded) * self.per_layer.mixed
         return result
 
 
 class PerLayerInputLayer(nn.Module):
-    """A layer's use of its own input (`stack.PerLayerInput`)."""
+    """What a layer adds for its input of `PerLayerEmbeddings` (`stack.PerLayerInput`)."""
 
     def __init__(self, per_layer: PerLayerInput, reader: Reader) -> None:
         super().__init__()
-        self.gate, self.out = reader.product(per_layer.gate), reader.product(per_layer.out)
-        self.activation, self.after = per_layer.activation, reader.norm(per_layer.after)
+        self.gate = reader.product(per_layer.gate)
+        self.out = reader.product(per_layer.out)
+        self.activation = ACTIVATIONS[per_layer.activation]
+        self.after = reader.norm(per_layer.after)
 
-    def forward(self, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the residual stream `x` `[n, d]`; `own`: `[n, width]`."""
-        added: torch.Tensor = self.after(self.out(ACTIVATIONS[self.activation](self.gate(x)) * own))
+    def forward(self, x: torch.Tensor, layer_input: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the residual stream `x` `[n, d]`.
+
+        `layer_input`: `[n, width]`.
+        """
+        gate = self.activation(self.gate(x))
+        added: torch.Tensor = self.after(self.out(gate * layer_input))
         return added
 
 
 class Block(nn.Module):
-    """Layer `index` of a stack (`stack.Layer`): what it makes of the residual stream `[n, d]`."""
+    """Layer `index` of a stack (`stack.Layer`): the residual stream `[n, d]` to the next one."""
 
     def __init__(self, layer: Layer, index: int, reader: Reader) -> None:
         super().__init__()
@@ -108,11 +115,11 @@ class Block(nn.Module):
         self.feed_forward_after = reader.norm(layer.feed_forward_after)
 
     def forward(
-        self, x: torch.Tensor, inputs: PassInputs, own: torch.Tensor | None
+        self, x: torch.Tensor, inputs: PassInputs, layer_input: torch.Tensor | None
     ) -> torch.Tensor:
-        """`own`: the layer's own input, `[n, width]`, where it has one."""
+        """Return `[n, d]`. `layer_input`: that of `PerLayerEmbeddings`, `[n, width]`."""
         layer = self.layer
-        # what mixes tokens
+        # mix tokens
         source = self.attention_before(x)
         mixed = torch.zeros_like(x)
         if self.attention is not None:
@@ -120,7 +127,7 @@ class Block(nn.Module):
         if self.recurrent is not None:
             mixed = mixed + self.attention_after(self.recurrent(source, inputs)) * layer.residual
 
-        # the feed-forward, which may read what attention read
+        # the feed-forward, which may have the same input as attention
         if layer.parallel:
             if layer.feed_forward_before is not None:
                 source = self.feed_forward_before(x)
@@ -128,25 +135,26 @@ class Block(nn.Module):
         else:
             x = x + mixed
             source = self.feed_forward_before(x)
-        fed: torch.Tensor | None = None
+        result: torch.Tensor | None = None
         if self.experts is not None:
-            fed = self.experts(source, inputs.rows)
+            result = self.experts(source, inputs.rows)
         elif self.feed_forward is not None:
-            fed = self.feed_forward(source)
+            result = self.feed_forward(source)
         if self.parallel_experts is not None:
-            fed = self.parallel_experts(x, inputs.rows, fed)
-        if fed is not None:
-            x = x + self.feed_forward_after(fed) * layer.residual
+            result = self.parallel_experts(x, inputs.rows, result)
+        if result is not None:
+            x = x + self.feed_forward_after(result) * layer.residual
 
         if self.per_layer is not None:
-            x = x + self.per_layer(x, own)
+            x = x + self.per_layer(x, layer_input)
         return x if self.scalar is None else x * self.scalar
 
 
 class Network(nn.Module):
     """A `Stack` with its weights on `device`.
 
-    `parameters` are released as they are read. `packed`: weights of 4 bits stay packed.
+    The memory of `parameters` is released as they are read. `packed`: weights of 4 bits stay
+    packed.
     """
 
     def __init__(
@@ -167,7 +175,8 @@ class Network(nn.Module):
         self.per_layer: nn.Module | None = None
         if stack.per_layer is not None:
             self.per_layer = PerLayerEmbeddings(stack.per_layer, len(stack.layers), reader)
-        self.embedding_norm, self.norm = reader.norm(stack.embedding_norm), reader.norm(stack.norm)
+        self.embedding_norm = reader.norm(stack.embedding_norm)
+        self.norm = reader.norm(stack.norm)
         self.head = reader.dense_product(stack.head)
         if torch.equal(self.head.weight, self.embedding.weight):  # one tensor in the checkpoint
             self.head.weight = self.embedding.weight
@@ -176,11 +185,11 @@ class Network(nn.Module):
             self.blocks.append(Block(layer, index, reader))
             parameters.release(stack.inside, index)
         parameters.release(stack.inside, None)
-        self.angles = {
-            one.rotary: angles_of(parameters.config, one.rotary, one.rotary_dim)
-            for one in stack.attentions
-            if one.rotary is not None
-        }
+        self.angles = dict[Rotary, Angles]()
+        for attention in stack.attentions:
+            rotary = attention.rotary
+            if rotary is not None:
+                self.angles[rotary] = angles_of(parameters.config, rotary, attention.rotary_dim)
 
     @property
     def product_bytes(self) -> int:
@@ -189,25 +198,31 @@ class Network(nn.Module):
         return sum(product.weight.nbytes for product in products)
 
     def zero_states(self) -> State:
-        """Return the states of an empty sequence, by the numbers of recurrent layers."""
-        recurrent: list[Any] = [block.recurrent for block in self.blocks]
-        return {i: one.zeros() for i, one in enumerate(recurrent) if one is not None}
+        """Return the states of an empty sequence, by the indices of recurrent layers."""
+        states = State()
+        for index, block in enumerate(self.blocks):
+            recurrent: Any = block.recurrent
+            if recurrent is not None:
+                states[index] = recurrent.zeros()
+        return states
 
     def forward(
         self, rows: PassRows, pool: RowPool, watched: Sequence[int] = ()
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the residual stream after all layers, `[n, d]`, and after those of `watched`.
 
-        Number i of `watched` means after i layers; one more than there are layers means behind the
+        An i in `watched` means after i layers. One more than the number of layers means after the
         final norm.
         """
         x = self._embed(rows.tokens, rows.positions)
-        own = None if self.per_layer is None else self.per_layer(rows.tokens, x)
-        angles = {rotary: one.at(rows.positions) for rotary, one in self.angles.items()}
+        layer_inputs: torch.Tensor | None = None  # [n, layers, width]
+        if self.per_layer is not None:
+            layer_inputs = self.per_layer(rows.tokens, x)
+        angles = {rotary: table.at(rows.positions) for rotary, table in self.angles.items()}
         inputs = PassInputs(rows, pool, angles, attention_on(pool.device))
         streams = dict[int, torch.Tensor]()
         for i, block in enumerate(self.blocks):
-            x = block(x, inputs, None if own is None else own[:, i])
+            x = block(x, inputs, None if layer_inputs is None else layer_inputs[:, i])
             streams[i + 1] = x
         if len(self.blocks) + 1 in watched:
             streams[len(self.blocks) + 1] = self.norm(x)
@@ -219,9 +234,9 @@ class Network(nn.Module):
         return soft_cap(logits, self.stack.softcap)
 
     def _embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        rows = F.embedding(tokens, self.embedding.weight).float()
-        x: torch.Tensor = self.embedding_norm(rows * self.stack.scale)
+        embedded = F.embedding(tokens, self.embedding.weight).float()
+        x: torch.Tensor = self.embedding_norm(embedded * self.stack.scale)
         if self.positions is None:
             return x
-        rows = positions + self.stack.first_position
-        return x + F.embedding(rows, self.positions).float()
+        indices = positions + self.stack.first_position
+        return x + F.embedding(indices, self.positions).float()
