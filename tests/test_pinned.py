@@ -109,19 +109,19 @@ def test_every_division_of_the_memory_gives_the_same_bits(held):
 class Hasty(PinnedLayers):
     """Wrong: takes the next layer before this one is computed."""
 
-    def _before(self, number, *rest):
-        super()._before(number, *rest)
+    def _before(self, number):
+        super()._before(number)
         super()._after(number)
 
-    def _after(self, number, *_):
+    def _after(self, number):
         pass
 
 
 class Trusting(PinnedLayers):
     """Wrong: computes without waiting for the copy."""
 
-    def _before(self, number, *_):
-        if self._holds[number % BUFFERS] != number:
+    def _before(self, number):
+        if self._layer_in_slot[number % BUFFERS] != number:
             self._fetch(number)
 
 

@@ -152,7 +152,7 @@ def test_the_host_draws_by_the_kernels_where_there_are_any():
 @pytest.mark.usefixtures("graphs_on_the_cpu")
 def test_answers_are_the_hosts_with_drafts_and_without(monkeypatch):
     host, device, small = made("llama"), made("llama"), made("llama")
-    device._graphs, device._chooses = Graphs(device._run, CPU), True
+    device._graphs, device._draws_tokens = Graphs(device._run, CPU), True
     drafted = DySpec(LMDrafter(small, VOCAB)), PromptLookup(Ngram())
     right = answered(host, NoDraft(), **PLAIN)
     counted = HostDraws(monkeypatch)
@@ -173,7 +173,7 @@ def test_answers_are_the_hosts_with_drafts_and_without(monkeypatch):
 )
 def test_other_parameters_take_the_hosts_way(more, monkeypatch):
     host, device = made("llama"), made("llama")
-    device._graphs, device._chooses = Graphs(device._run, CPU), True
+    device._graphs, device._draws_tokens = Graphs(device._run, CPU), True
     sampling = PLAIN | more
     right = answered(host, PromptLookup(Ngram()), **sampling)
     counted = HostDraws(monkeypatch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from typing_extensions import Self
@@ -35,9 +35,14 @@ class AsyncStream(AsyncIterator[str]):
     """
 
     def __init__(self, stream: Stream, trace: Trace | None, text: Callable[[int], str]) -> None:
-        self._stream, self._trace, self._text = stream, trace, text
-        self._begun, self._changed = asyncio.Event(), asyncio.Event()
-        self._delta, self._over, self._closed = NOTHING, False, False
+        self._stream = stream
+        self._trace = trace
+        self._text = text
+        self._begun = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._delta = NOTHING
+        self._over = False
+        self._closed = False
         self._on_begun: Callable[[], None] = lambda: None
         self._on_over: Callable[[Stream], None] = lambda _: None
 
@@ -64,11 +69,15 @@ class AsyncStream(AsyncIterator[str]):
             except asyncio.CancelledError:
                 self.close()
                 raise
-        delta, self._delta = self._delta, NOTHING
+        delta = self._delta
+        self._delta = NOTHING
         return delta
 
     def update(self, over: bool) -> None:
-        """Take what is new, and wake whoever waits for it. `over`: nothing more will come."""
+        """Collect the new part of the answer, and wake the tasks that wait for it.
+
+        `over`: whether the answer has ended.
+        """
         if self._over:
             return
         if not self._begun.is_set() and (over or self._stream.times.began is not None):
@@ -77,21 +86,23 @@ class AsyncStream(AsyncIterator[str]):
         delta = self._stream.new()
         if self._trace is not None:
             delta = delta._replace(steps=self._trace.take(self._text))
-        self._delta, self._over = self._delta.plus(delta), over
+        self._delta = self._delta.plus(delta)
+        self._over = over
         if over:
             self._on_over(self._stream)
         self._changed.set()
 
     def watch(self, begun: Callable[[], None], over: Callable[[Stream], None]) -> None:
-        """Set callbacks for when the engine takes the answer up, and when it is over, however.
+        """Set callbacks for when the engine takes the answer up, and for when the answer ends.
 
-        Each is called once, on the event loop. Call `watch` right after the stream was begun, and
-        keep the stream: the callbacks go with it.
+        Each callback is called once, on the event loop. Call `watch` right after the stream was
+        begun, and keep a reference to the stream, which holds the callbacks.
         """
-        self._on_begun, self._on_over = begun, over
+        self._on_begun = begun
+        self._on_over = over
 
     async def begun(self) -> None:
-        """Wait until the engine has taken the answer up. Raises what ended it by then."""
+        """Wait until the engine has taken the answer up. Raises the error that ended the answer."""
         await self._begun.wait()
         if self._over and self._stream.error is not None:
             raise self._stream.error
@@ -117,13 +128,14 @@ class AsyncStream(AsyncIterator[str]):
 
 
 class Mailbox:
-    """Passes what the engine's thread notifies on to the streams of one event loop."""
+    """Passes notifications of the engine's thread to the streams of one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, thread: EngineThread) -> None:
-        self._loop, self._thread = loop, thread
+        self._loop = loop
+        self._thread = thread
         self.answers = weakref.WeakValueDictionary[SequenceState, AsyncStream]()
-        # A sequence may end in the middle of a step, which counts and traces it afterwards. Between
-        # two steps the engine's thread notes here which are over.
+        # A sequence may end in the middle of a step, which counts and traces it afterwards. So the
+        # engine's thread adds sequences that are over here between two steps.
         self._over = weakref.WeakSet[SequenceState]()
 
     def notify(self, sequences: Sequence[SequenceState]) -> None:
@@ -138,7 +150,8 @@ class Mailbox:
     def update(self, sequences: Sequence[SequenceState]) -> None:
         """Update answers, on the event loop."""
         for sequence in sequences:
-            if (answer := self.answers.get(sequence)) is not None:
+            answer = self.answers.get(sequence)
+            if answer is not None:
                 over = sequence in self._over
                 answer.update(over)
                 if over:
@@ -148,17 +161,18 @@ class Mailbox:
 class AsyncLLM:
     """`LLM` for asyncio. Takes the same arguments, or a loaded `llm`.
 
-    `stream` and `chat_stream` return iterators of text; `generate` and `chat` wait for whole
+    `stream` and `chat_stream` return iterators of text; `generate` and `chat` wait for complete
     answers. A task that is cancelled while it waits ends its answer. With `trace=True` the deltas
-    of a stream carry its steps. `close` closes a model that was loaded here; a given `llm` can
-    still be used. `closed`: it takes nothing new.
+    of a stream carry its steps. `close` closes a model that was loaded here; an `llm` that was
+    passed can still be used. `closed`: no more requests are accepted.
     """
 
     def __init__(self, *arguments: Any, llm: LLM | None = None, **options: Any) -> None:
         self.llm = llm or LLM(*arguments, **options)
-        self._given = llm is not None
+        self._owns_llm = llm is None
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
-        self.closed, tokenizer = False, self.llm.tokenizer
+        self.closed = False
+        tokenizer = self.llm.tokenizer
         self._text = cache(lambda token: str(tokenizer.decode([token])))  # of a token, for traces
 
     __reduce__ = refuse_copy
@@ -167,13 +181,13 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> AsyncStream:
         """Continue a prompt piece by piece, as `LLM.stream` does. Raises `Closed`."""
-        return await self._begin(partial(self.llm.stream, prompt, params), **options)
+        return await self._begin(self.llm.stream, prompt, params, **options)
 
     async def chat_stream(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Any
     ) -> AsyncStream:
         """Answer a conversation piece by piece, as `LLM.chat_stream` does. Raises `Closed`."""
-        return await self._begin(partial(self.llm.chat_stream, messages, params), **options)
+        return await self._begin(self.llm.chat_stream, messages, params, **options)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
@@ -193,33 +207,41 @@ class AsyncLLM:
     async def _begin(
         self,
         start: Callable[..., Stream],
+        request: Prompt | Conversation,
+        params: SamplingParams | None,
         *,
         trace: bool = False,
         observer: Observer | None = None,
         **options: Any,
     ) -> AsyncStream:
         self._require_open()
-        loop, kept = asyncio.get_running_loop(), Trace() if trace else None
-        for ended in [one for one in self._mailboxes if one.is_closed()]:
-            del self._mailboxes[ended]
+        loop = asyncio.get_running_loop()
+        stream_trace = Trace() if trace else None
+        for closed_loop in [loop for loop in self._mailboxes if loop.is_closed()]:
+            del self._mailboxes[closed_loop]
         mailbox = self._mailboxes.setdefault(loop, Mailbox(loop, self.llm.thread))
 
         def observe(record: StepRecord) -> None:
-            for one in (kept, observer):
-                if one is not None:
-                    one(record)
+            if stream_trace is not None:
+                stream_trace(record)
+            if observer is not None:
+                observer(record)
 
-        begin = partial(start, observer=observe, client=mailbox, **options)
         try:
-            stream = await asyncio.to_thread(begin)  # in a thread, because it may load a drafter
+            # in a thread, because it may load a drafter
+            stream = await asyncio.to_thread(
+                start, request, params, observer=observe, client=mailbox, **options
+            )
         except QuickbeamError:
             self._require_open()
             raise
         if self.closed:
             stream.cancel()
             self._require_open()
-        answer = mailbox.answers[stream.sequence] = AsyncStream(stream, kept, self._text)
-        # what came before the mailbox knew it; later, so that the caller may `watch` it
+        answer = AsyncStream(stream, stream_trace, self._text)
+        mailbox.answers[stream.sequence] = answer
+        # the part that came before the mailbox had the answer; later, so that the caller may
+        # `watch` it first
         loop.call_soon(mailbox.update, [stream.sequence])
         return answer
 
@@ -230,12 +252,12 @@ class AsyncLLM:
         return stream.completion
 
     def close(self) -> None:
-        """End all answers that are under way, and the engine's thread. Takes nothing new."""
+        """End all running answers and the engine's thread. No more requests are accepted."""
         self.closed = True
-        if self._given:
-            self.llm.thread.end()
-        else:
+        if self._owns_llm:
             self.llm.close()
+        else:
+            self.llm.thread.end()
 
     def __repr__(self) -> str:
         closed = ", closed" if self.closed else ""

@@ -39,7 +39,8 @@ from quickbeam.models.base import Model
 from quickbeam.models.opening import LoadedModel, make_model
 from quickbeam.params import SamplingParams
 
-CACHES = ("cache", "past_key_values")  # the argument's name since transformers 5.24, and before
+# names of the argument with keys and values: since transformers 5.24, and before
+CACHES = ("cache", "past_key_values")
 # arguments of a forward pass that are accepted; `_prompts` checks the first ones
 HARMLESS = {"attention_mask", "position_ids", *CACHES, "use_cache", "logits_to_keep"}
 EXTRAS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -65,33 +66,37 @@ def generate(
 
     Don't call this by hand: `generate` of transformers calls it as `custom_generate`.
 
-    `method`, `budget`, `drafter` and `vocab` are those of `LLM`. They may be given in the call of
-    `model.generate` or in `generator`. `tokenizer` can only be given in `generator`. It is compared
-    with that of a drafter that is a smaller model; None loads it from where the model came from.
+    `method`, `budget`, `drafter` and `vocab` are options of `LLM`. They can be passed to
+    `model.generate` or to `generator`. `tokenizer` can be passed to `generator` alone. It is
+    compared with the tokenizer of a drafter that is a smaller model. None loads the tokenizer from
+    where the model came from.
 
-    The engine is made from the model's own weights at the first call, and kept with the model. The
-    model itself is not changed. The engine shares the model's weights, except for matrix products
-    on packed weights, which are copies. If the weights change or move, the engine is made anew.
+    The engine is made at the first call, and is cached as long as the model exists. The model is
+    not changed. The engine shares the model's weights, except for matrix products on packed
+    weights, which are copies. If the weights change or move, the engine is made anew.
 
     Above temperature 0, the seed of each row is drawn from torch's generator on the CPU. So
     `torch.manual_seed` makes the call repeatable, with the same tokens by every method.
 
-    Returns ids `[rows, prompt + answer]`, or with `return_dict_in_generate` an output that holds
-    them as `sequences`. Raises `InvalidInput` for what can't be done exactly.
+    Returns ids `[rows, prompt + answer]`, or with `return_dict_in_generate` an output with these
+    `sequences`. Raises `InvalidInput` for what can't be done exactly.
     """
-    streamer, config = streamer or _of_the_call("streamer"), generation_config
+    config = generation_config
+    if not streamer:
+        streamer = _argument_of_call("streamer")
     _refuse_call(model, config, model_kwargs)
     prompts = _prompts(input_ids, model_kwargs)
     params = params_of(logits_processor, stopping_criteria, config, input_ids.shape[1], prompts)
     llm = engine_of(model, drafter, tokenizer)
-    # as in transformers, an end that is not in the vocabulary is one that never comes
-    ends = [token for token in params.stop_token_ids if token < llm.model.vocab_size]
-    begin = partial(llm.stream, method=method, budget=budget, vocab=vocab)
+    # as in transformers, an end-of-sequence id outside the vocabulary ends nothing
+    eos_ids = [token for token in params.stop_token_ids if token < llm.model.vocab_size]
     streams = list[Stream]()
     try:
         for ids in prompts:
             seed = None if params.greedy else int(torch.randint(2**62, ()))
-            streams.append(begin(ids, replace(params, stop_token_ids=ends, seed=seed)))
+            params_of_row = replace(params, stop_token_ids=eos_ids, seed=seed)
+            stream = llm.stream(ids, params_of_row, method=method, budget=budget, vocab=vocab)
+            streams.append(stream)
         pad = config._pad_token_tensor
         sequences = _columns(streams, input_ids, stopping_criteria, pad, streamer)
     finally:
@@ -99,8 +104,9 @@ def generate(
             stream.close()
     if streamer is not None:
         streamer.end()
-    asked = config.return_dict_in_generate
-    return GenerateDecoderOnlyOutput(sequences=sequences) if asked else sequences
+    if config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=sequences)
+    return sequences
 
 
 def generator(
@@ -111,16 +117,24 @@ def generator(
     vocab: str | None = None,
     tokenizer: Any = None,
 ) -> Callable[..., Any]:
-    """Return `generate` with these settings, for `custom_generate`. They are explained there."""
-    return partial(generate, **locals())
+    """Return `generate` with these settings, for `custom_generate`. See `generate`."""
+    return partial(
+        generate,
+        method=method,
+        budget=budget,
+        drafter=drafter,
+        vocab=vocab,
+        tokenizer=tokenizer,
+    )
 
 
-def _of_the_call(name: str) -> Any:
+def _argument_of_call(name: str) -> Any:
     """Return an argument of the running `model.generate` from its stack frame.
 
-    transformers (5.17 to 5.23) passes these to its own loops, but not to a callable.
+    transformers (5.17 to 5.23) passes some arguments to its own loops, but not to a callable.
     """
-    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe(1)
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = sys._getframe(1)
     while frame.f_code is not code:
         if frame.f_back is None:
             return None
@@ -137,15 +151,15 @@ def _refuse(*reasons: tuple[Any, str]) -> None:
 
 def _refuse_call(model: PreTrainedModel, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
     """Raise `InvalidInput` for a call or a model that this loop can't do exactly."""
-    mode = config.get_generation_mode(_of_the_call("assistant_model"))
+    mode = config.get_generation_mode(_argument_of_call("assistant_model"))
     extras = [name for name in EXTRAS if getattr(config, name)]
     unread = [name for name, value in kwargs.items() if value is not None and name not in HARMLESS]
-    cached = [one for one in CACHES if getattr(kwargs.get(one), "_is_user_defined", False)]
+    cached = [name for name in CACHES if getattr(kwargs.get(name), "_is_user_defined", False)]
     _refuse(
         (mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE), f"{mode.value}: "
             "quickbeam decodes greedily or samples; leave out what asks for it (num_beams, "
             "assistant_model, …)"),
-        (_of_the_call("synced_gpus"),
+        (_argument_of_call("synced_gpus"),
             "synced_gpus: quickbeam runs a model that is whole on one device"),
         (config.cache_implementation == "quantized", "cache_implementation='quantized': quickbeam "
             "keeps keys and values as the model computes them; leave it out"),
@@ -163,21 +177,29 @@ def _refuse_call(model: PreTrainedModel, config: GenerationConfig, kwargs: dict[
 
 
 def _prompts(ids: torch.Tensor, kwargs: dict[str, Any]) -> list[list[int]]:
-    """Return the rows' token ids without the padding on their left, which alone may be masked."""
-    whole = ids.dim() == 2 and ids.shape[1] > 0
-    _refuse((not whole, f"input_ids of shape {list(ids.shape)}: give token ids, not embeddings"))
-    mask, given = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    """Return the rows' token ids without the padding on their left.
+
+    Raises `InvalidInput` if other tokens are masked.
+    """
+    if ids.dim() != 2 or ids.shape[1] == 0:
+        raise InvalidInput(f"input_ids of shape {list(ids.shape)}: give token ids, not embeddings")
+    mask = kwargs.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else mask.to(ids.device).long()
-    holes = mask.shape != ids.shape or (mask.diff(dim=1) < 0).any() or not mask[:, -1].all()
-    _refuse((holes, "attention_mask: must be zeros (padding), then ones, in each row; make the "
-        "tokenizer with padding_side='left'"))  # fmt: skip
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    if given is not None and not ((given.to(mask.device) == positions) | (mask == 0)).all():
+    if mask.shape != ids.shape or (mask.diff(dim=1) < 0).any() or not mask[:, -1].all():
         raise InvalidInput(
-            "position_ids: quickbeam counts positions from the first token of a prompt; leave them "
-            "out"
+            "attention_mask: must be zeros (padding), then ones, in each row; make the tokenizer "
+            "with padding_side='left'"
         )
-    return [row[on.bool()].tolist() for row, on in zip(ids, mask, strict=True)]
+    position_ids = kwargs.get("position_ids")
+    if position_ids is not None:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        is_expected = (position_ids.to(mask.device) == positions) | (mask == 0)
+        if not is_expected.all():
+            raise InvalidInput(
+                "position_ids: quickbeam counts positions from the first token of a prompt; leave "
+                "them out"
+            )
+    return [row[row_mask.bool()].tolist() for row, row_mask in zip(ids, mask, strict=True)]
 
 
 def _columns(
@@ -189,27 +211,30 @@ def _columns(
 ) -> torch.Tensor:
     """Return all rows, decoded token by token: ids `[rows, prompt + answer]`.
 
-    As in `_sample` of transformers, criteria and streamer are called after each token; where an
-    end-of-sequence token may end rows, finished ones get padding. Raises what ended a stream, or
-    `QuickbeamError` if the engine was closed.
+    As in `_sample` of transformers, criteria and streamer are called after each token. Where an
+    end-of-sequence token may end rows, finished rows get padding. Raises the error that ended a
+    stream, or `QuickbeamError` if the engine was closed.
     """
-    ends = any(hasattr(one, "eos_token_id") for one in criteria)
-    going, column = torch.ones(len(streams), dtype=torch.bool, device=ids.device), 0
-    filler = 0 if pad is None else int(pad)
-    while bool(going.any()):
-        tokens = torch.full((len(streams),), filler, dtype=ids.dtype)
-        needed = [row for row, on in enumerate(going.tolist()) if on or not ends]
-        for row in needed:
+    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    pad_id = 0 if pad is None else int(pad)
+    unfinished = torch.ones(len(streams), dtype=torch.bool, device=ids.device)
+    column = 0
+    while bool(unfinished.any()):
+        tokens = torch.full((len(streams),), pad_id, dtype=ids.dtype)
+        rows: Sequence[int] = range(len(streams))
+        if has_eos:
+            rows = unfinished.nonzero().flatten().tolist()
+        for row in rows:
             streams[row].wait(column + 1)
             if len(streams[row].token_ids) <= column:
                 raise QuickbeamError("the answer was interrupted: the engine was closed")
             tokens[row] = streams[row].token_ids[column]
         ids = torch.cat([ids, tokens.to(ids.device)[:, None]], dim=1)
-        going &= ~criteria(ids, None)
+        unfinished &= ~criteria(ids, None)
         if streamer is not None:
             streamer.put(tokens)
-        for row in needed:
-            if ends and not going[row]:
+        for row in rows:
+            if has_eos and not unfinished[row]:
                 streams[row].close()
         column += 1
     return ids
@@ -221,18 +246,14 @@ _making = threading.Lock()
 
 
 def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> LLM:
-    """Return the engine of a model, made anew where the drafter or the weights are others."""
+    """Return the engine of a model, made anew if the drafter or the weights have changed."""
     weights = [*model.parameters(), *model.buffers()]
-    places = sorted({str(weight.device) for weight in weights})
-    _refuse((len(places) > 1 or "meta" in places, f"the model lies on {', '.join(places)}: "
-        "quickbeam needs all of it on one device"))  # fmt: skip
-    # An in-place change raises a tensor's version, unless it is made through `.data`.
-    versions = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights]
-    hooks = [
-        (type(one), *one._forward_hooks, *one._forward_pre_hooks, "forward" in vars(one))
-        for one in model.modules()
-    ]
-    state = drafter, *versions, *hooks
+    devices = sorted({str(weight.device) for weight in weights})
+    if len(devices) > 1 or "meta" in devices:
+        raise InvalidInput(
+            f"the model lies on {', '.join(devices)}: quickbeam needs all of it on one device"
+        )
+    state = (drafter, *map(_weight_state, weights), *map(_module_state, model.modules()))
     with _making:
         if model not in _engines or _engines[model][0] != state:
             _engines.pop(model, None)  # frees its copies before new ones are made
@@ -241,36 +262,49 @@ def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> LL
             elif tokenizer is None:
                 tokenizer = _tokenizer_of(model)
             prepare_kernels(model.device, model.dtype)
-            twin = make_model(copy.deepcopy(model, {id(weight): weight for weight in weights}))
-            opened = LoadedModel(twin, tokenizer, set(), {})  # the call names the ids that end it
+            shared_weights = {id(weight): weight for weight in weights}
+            target = make_model(copy.deepcopy(model, shared_weights))
+            # end-of-sequence ids come with each call
+            loaded = LoadedModel(target, tokenizer, set(), {})
             name = model.name_or_path or type(model).__name__
 
             def load(target: Model, target_tokenizer: Any) -> Drafter:
                 assert drafter is not None
                 return load_drafter(drafter, target, target_tokenizer, model=name, weights=BFLOAT16)
 
-            _engines[model] = (
-                state,
-                LLM.of_loaded(
-                    opened,
-                    name,
-                    LLMOptions(memory_of_answers=0),
-                    load_drafter=load if drafter else None,
-                ),
+            llm = LLM.of_loaded(
+                loaded,
+                name,
+                LLMOptions(memory_of_answers=0),
+                load_drafter=load if drafter else None,
             )
+            _engines[model] = (state, llm)
         return _engines[model][1]
+
+
+def _weight_state(weight: torch.Tensor) -> Hashable:
+    # an in-place change raises a tensor's version, unless it is made through `.data`
+    version = 0 if weight.is_inference() else weight._version
+    return weight.data_ptr(), version
+
+
+def _module_state(module: torch.nn.Module) -> Hashable:
+    has_own_forward = "forward" in vars(module)
+    return (type(module), *module._forward_hooks, *module._forward_pre_hooks, has_own_forward)
 
 
 def _tokenizer_of(model: PreTrainedModel) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model.name_or_path)
     except (OSError, ValueError) as error:
-        how = "give quickbeam.hf.generator(drafter=…, tokenizer=…)"
-        raise InvalidInput(f"no tokenizer in {model.name_or_path!r}: {how}") from error
+        raise InvalidInput(
+            f"no tokenizer in {model.name_or_path!r}: give quickbeam.hf.generator(drafter=…, "
+            "tokenizer=…)"
+        ) from error
 
 
-# The logits processors that parameters stand for: the place of each in the order in which
-# `SamplingParams` are applied, the parameter, and the processor's attribute that has its value.
+# For each supported logits processor: its rank in the order in which `SamplingParams` are applied,
+# the parameter, and the processor's attribute with the value.
 PARAMETERS = {
     processing.SequenceBiasLogitsProcessor: (0, "logit_bias", "sequence_bias"),
     processing.RepetitionPenaltyLogitsProcessor: (1, "repetition_penalty", "penalty"),
@@ -297,27 +331,34 @@ def params_of(
 
     Raises `InvalidInput` for a processor without a counterpart, and names its class.
     """
-    eos = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
-    ends = {int(end) for ids in eos for end in ids.tolist() if end >= 0}  # -1: never
+    eos_ids = set[int]()
+    for criterion in criteria:
+        if type(criterion) is EosTokenCriteria:
+            ids = criterion.eos_token_id.tolist()
+            eos_ids.update(int(token) for token in ids if token >= 0)  # -1: never
     padding = [width - len(prompt) for prompt in prompts]
-    options, biases, rank = dict[str, Any](), dict[int, float](), 0
+    options = dict[str, Any]()
+    biases = dict[int, float]()
+    last_rank = 0
     for processor in processors:
         kind = f"logits processor {type(processor).__name__}"
-        known = ", ".join(one.__name__ for one in PARAMETERS)
-        _refuse((type(processor) not in PARAMETERS, f"{kind}: not supported; known: {known}"))
-        place, name, attribute = PARAMETERS[type(processor)]
+        if type(processor) not in PARAMETERS:
+            supported = ", ".join(cls.__name__ for cls in PARAMETERS)
+            raise InvalidInput(f"{kind}: not supported; known: {supported}")
+        rank, name, attribute = PARAMETERS[type(processor)]
         value: Any = getattr(processor, attribute, None)
         _refuse(
-            (place < rank, f"{kind}: quickbeam applies it before those that stand in front of it; "
-                "put it first"),
+            (rank < last_rank, f"{kind}: quickbeam applies it before those that stand in front of "
+                "it; put it first"),
             (name in options, f"{kind}: it is there twice; leave one out"),
         )  # fmt: skip
-        rank = place
+        last_rank = rank
         skipped = getattr(processor, "prompt_length_to_skip", width)
         _refuse((skipped != width, f"{kind}: prompt_length_to_skip must be {width}, the prompt's"))
-        _check(processor, kind, name, padding, ends)
+        _check(processor, kind, name, padding, eos_ids)
         if name != "logit_bias":
-            options |= {name: value} if name else {}
+            if name:
+                options[name] = value
             continue
         if not isinstance(value, dict):
             value = {(token,): -torch.inf for token in value.tolist()}
@@ -330,11 +371,17 @@ def params_of(
         options.update(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     longest = (criteria.max_length or config.max_length) - width
     least = max(options.pop("min_tokens", 0), options.pop("min_length", 0) - width)
-    options |= {"min_tokens": min(least, longest), "stop_token_ids": sorted(ends)}
-    return SamplingParams(max_tokens=longest, logit_bias=biases, ignore_eos=True, **options)
+    return SamplingParams(
+        max_tokens=longest,
+        min_tokens=min(least, longest),
+        logit_bias=biases,
+        stop_token_ids=sorted(eos_ids),
+        ignore_eos=True,
+        **options,
+    )
 
 
-def _check(processor: Any, kind: str, name: str, padding: list[int], ends: set[int]) -> None:
+def _check(processor: Any, kind: str, name: str, padding: list[int], eos_ids: set[int]) -> None:
     """Raise `InvalidInput` for a setting of a processor that its parameter `name` can't have."""
     least = getattr(processor, "min_tokens_to_keep", 1)
     filtered = least > 1 or getattr(processor, "filter_value", -torch.inf) != -torch.inf
@@ -349,6 +396,6 @@ def _check(processor: Any, kind: str, name: str, padding: list[int], ends: set[i
         (filtered, f"{kind}: min_tokens_to_keep and filter_value can't be chosen; leave them out"),
         (counted, f"{kind}: quickbeam counts all of a prompt, and no padding; leave "
             f"prompt_ignore_length out{more if any(padding) else ''}"),
-        (ending and set(processor.eos_token_id.tolist()) != ends, f"{kind}: its eos_token_id is "
-            f"not the one that ends the answer ({sorted(ends)}); give both the same"),
+        (ending and set(processor.eos_token_id.tolist()) != eos_ids, f"{kind}: its eos_token_id is "
+            f"not the one that ends the answer ({sorted(eos_ids)}); give both the same"),
     )  # fmt: skip

@@ -141,9 +141,11 @@ class GrammarOptions:
         if len(given) > 1:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise InvalidInput(f"{names}: an answer follows one grammar; give one of them")
-        if (schema := self.json_schema) is not None:
-            inline = schema.lstrip().startswith("{")
-            return Grammar.json_schema(schema if inline else _text("--json-schema", Path(schema)))
+        if self.json_schema is not None:
+            schema = self.json_schema
+            if not schema.lstrip().startswith("{"):
+                schema = _text("--json-schema", Path(schema))
+            return Grammar.json_schema(schema)
         if self.regex is not None:
             return Grammar.regex(self.regex)
         if self.lark is not None:
@@ -184,10 +186,17 @@ def progress_bar(
     if not console.is_terminal:
         yield written_stages() if written else hub.quiet
         return
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
-    how: dict[str, Any] = {"transient": True, "redirect_stdout": False, "console": console}
-    how["auto_refresh"] = by_itself
-    with Progress(*columns, TimeElapsedColumn(), **how) as bar:
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        auto_refresh=by_itself,
+        transient=True,
+        redirect_stdout=False,
+    )
+    with bar:
         task = bar.add_task(first, total=None)
 
         def report(stage: str, fraction: float | None) -> None:
@@ -214,9 +223,11 @@ def written_stages() -> ReportProgress:
 @contextmanager
 def loading_progress(*names: str | PathLike[str] | None) -> Iterator[ReportProgress]:
     """Show on stderr that the models of these names are loaded; the first is the target's."""
-    known = (None, MTP, *hub.EMBEDDED)
+    without_download = (None, MTP, *hub.EMBEDDED)
     absent = [
-        name for name in names if name not in known and not hub.on_this_machine(str(name or ""))
+        name
+        for name in names
+        if name not in without_download and not hub.on_this_machine(str(name or ""))
     ]
     if not absent:
         with progress_bar(f"loading {names[0] or hub.DEFAULT}", written=True) as report:
@@ -231,11 +242,12 @@ def loading_progress(*names: str | PathLike[str] | None) -> Iterator[ReportProgr
 def follow(
     begin: Callable[[], Stream], show: bool = True
 ) -> tuple[Completion, KeyboardInterrupt | QuickbeamError | None]:
-    """Write a stream to stdout as it comes. Return its completion, and what broke it off.
+    """Write a stream to stdout as it comes. Return its completion, and the error that ended it.
 
     `begin` may take long before the first word; a spinner shows this.
     """
-    shown, broken = "", None
+    shown = ""
+    broken: KeyboardInterrupt | QuickbeamError | None = None
     with ExitStack() as waiting:
         waiting.enter_context(stderr().status("reading the prompt" if show else "answering"))
         stream = begin()

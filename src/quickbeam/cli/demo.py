@@ -89,20 +89,20 @@ def demo(loading: LoadOptions, given: DemoOptions) -> None:
     if given.svg is not None:
         check_output("--svg", given.svg)
     silent = replace(loading, memory_of_answers="0", keep=None)  # both answer the same prompts
-    params, llm = SamplingParams(max_tokens=given.max_tokens), silent.load()
-    drawn, methods = given.svg is not None, list(dict.fromkeys(("ar", loading.method)))
-    out = Console(record=drawn, width=WIDTH if drawn else None, highlight=False)
+    params = SamplingParams(max_tokens=given.max_tokens)
+    llm = silent.load()
+    methods = list(dict.fromkeys(("ar", loading.method)))
+    has_picture = given.svg is not None
+    out = Console(record=has_picture, width=WIDTH if has_picture else None, highlight=False)
     for name in methods:  # measures costs and fills caches: not counted
         answer(llm, name, EDIT, params, "warming up")
     used = set[str | None]()
     for title, prompt in EXAMPLES.items():
         # The faster of two rounds counts, because other programs may slow one of them down.
-        rounds = [[answer(llm, one, prompt, params) for one in methods] for _ in range(2)]
-        best = [
-            min(answers, key=lambda one: one.completion.statistics.seconds)
-            for answers in zip(*rounds, strict=True)
-        ]
-        plain, fast = best[0], best[-1]
+        rounds = [[answer(llm, method, prompt, params) for method in methods] for _ in range(2)]
+        best = [min(answers, key=seconds_of) for answers in zip(*rounds, strict=True)]
+        plain = best[0]
+        fast = best[-1]
         used |= set(fast.sources)
         columns = Table.grid(Column(ratio=1), Column(ratio=1), expand=True)
         columns.add_row(panel(plain, llm.tokenizer), panel(fast, llm.tokenizer))
@@ -127,6 +127,10 @@ def answer(
     return SourcedAnswer(completion, sources(len(completion.token_ids), steps))
 
 
+def seconds_of(answer: SourcedAnswer) -> float:
+    return answer.completion.statistics.seconds
+
+
 def sources(tokens: int, steps: list[StepRecord]) -> list[str | None]:
     """Return the source that drafted each of an answer's `tokens` tokens."""
     drafters: list[str | None] = []
@@ -138,14 +142,16 @@ def sources(tokens: int, steps: list[StepRecord]) -> list[str | None]:
 
 def panel(answer: SourcedAnswer, tokenizer: Any) -> Panel:
     """Return an answer's text, its tokens in the colours of what drafted them, and its speed."""
-    completion, s = answer.completion, answer.completion.statistics
+    completion = answer.completion
+    s = completion.statistics
     speed = f"{s.seconds:.2f} s · {s.tokens_per_second:.1f} tokens/s"
     speed += f" · MAT {s.mean_accepted_tokens:.2f}"
-    text, whole, start = Text(overflow="fold"), completion.text, 0
+    text = Text(overflow="fold")
+    start = 0
     for i, source in enumerate(answer.sources, 1):
         end = len(tokenizer.decode(completion.token_ids[:i], skip_special_tokens=True))
-        end = max(start, end if i < len(answer.sources) else len(whole))
-        text.append(harmless(whole[start:end]), style=COLOURS.get(source or "", ""))
+        end = max(start, end if i < len(answer.sources) else len(completion.text))
+        text.append(harmless(completion.text[start:end]), style=COLOURS.get(source or "", ""))
         start = end
     return Panel(text, title=completion.method, subtitle=speed, border_style="dim")
 

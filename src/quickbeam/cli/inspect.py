@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 from string import Template
 from typing import Any
 
@@ -64,12 +65,11 @@ def summary(trace: dict[str, Any]) -> dict[str, str]:
         "tokens/s": f"{answer['tokens_per_second']:.1f}",
     }
     if steps:
-        draft, verify, whole = (
-            milliseconds(sum(step[name] for step in steps) / len(steps))
-            for name in ("draft_seconds", "verify_seconds", "seconds")
-        )
-        figures["a step"] = f"{whole}: drafting {draft}, verifying {verify}"
-        figures["nodes a tree"] = f"{sum(len(step['nodes']) for step in steps) / len(steps):.1f}"
+        draft = milliseconds(fmean(step["draft_seconds"] for step in steps))
+        verify = milliseconds(fmean(step["verify_seconds"] for step in steps))
+        seconds = milliseconds(fmean(step["seconds"] for step in steps))
+        figures["a step"] = f"{seconds}: drafting {draft}, verifying {verify}"
+        figures["nodes a tree"] = f"{fmean(len(step['nodes']) for step in steps):.1f}"
     return figures
 
 
@@ -78,9 +78,10 @@ def by_source(trace: dict[str, Any]) -> dict[str, tuple[str, str, str]]:
     nodes = [node for step in trace["steps"] for node in step["nodes"][1:]]
     rows = {}
     for source in sorted({node["source"] for node in nodes}):
-        own = [node for node in nodes if node["source"] == source]
-        count, accepted = len(own), sum(node["accepted"] for node in own)
-        value = sum(node["value"] for node in own) / count
+        nodes_of_source = [node for node in nodes if node["source"] == source]
+        count = len(nodes_of_source)
+        accepted = sum(node["accepted"] for node in nodes_of_source)
+        value = fmean(node["value"] for node in nodes_of_source)
         rows[source] = f"{count}", f"{accepted} ({accepted / count:.0%})", f"{value:.2f}"
     return rows
 
@@ -91,7 +92,9 @@ def milliseconds(seconds: float) -> str:
 
 def page(trace: dict[str, Any]) -> str:
     """Return the HTML page: figures and answer, then a tree for each step. It runs no script."""
-    sources, answer, steps = by_source(trace), trace["answer"], trace["steps"]
+    answer = trace["answer"]
+    steps = trace["steps"]
+    sources = by_source(trace)
     colours = {source: COLOURS[i % len(COLOURS)] for i, source in enumerate(sources)}
     table = [HEADS, *((source, *figures) for source, figures in sources.items())]
     return Template(files(__package__).joinpath("trace.html").read_text("utf-8")).substitute(
@@ -115,10 +118,12 @@ def rows(lines: Iterable[Sequence[str]], colours: Mapping[str, str] | None = Non
 
 
 def draw_step(number: int, step: dict[str, Any], colours: dict[str, str]) -> str:
-    nodes, after = step["nodes"], step["next"]
+    nodes = step["nodes"]
+    after = step["next"]
     accepted = [node["text"] for node in nodes[1:] if node["accepted"]]
     text = "".join([*accepted, after["text"]][: step["emitted"]])
-    draft, verify = (milliseconds(step[name]) for name in ("draft_seconds", "verify_seconds"))
+    draft = milliseconds(step["draft_seconds"])
+    verify = milliseconds(step["verify_seconds"])
     return (
         f"<details{' open' if number == 1 else ''}><summary>step {number}: {len(nodes) - 1} "
         f"drafted, {len(accepted)} accepted, {step['emitted']} emitted "
@@ -140,7 +145,7 @@ def draw_tree(nodes: list[dict[str, Any]], colours: dict[str, str]) -> str:
         while len(children[run[-1]]) == 1:
             run += children[run[-1]]
         below = "".join(map(drawn, children[run[-1]]))
-        line = "".join(draw_node(nodes[one], colours) for one in run)
+        line = "".join(draw_node(nodes[index], colours) for index in run)
         return f"<li>{line}{f'<ul>{below}</ul>' if below else ''}</li>"
 
     return f"<ul>{drawn(0)}</ul>"

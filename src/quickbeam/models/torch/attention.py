@@ -1,4 +1,4 @@
-"""Attention: queries, keys and values of rows, their angles, and what rows read of the pages."""
+"""Attention layers: projections, norms and rotary positions around `paged_attention.attend`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from quickbeam.models.torch.parts import Reader
 from quickbeam.models.torch.rows import PassRows
 from quickbeam.models.weights.parameters import query_factors
 
-Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, `[n, rotary_dim / 2]` each
+CosSin = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, `[n, rotary_dim / 2]` each
+# queries, keys and values, `[n, heads, dim]` each; keys and values are None for another layer's
+Heads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 def runs_triton(device: torch.device) -> bool:
@@ -25,7 +27,7 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def attention_on(device: torch.device) -> Callable[..., torch.Tensor]:
-    """Return the function that does what `attend` does on a device: Triton's kernels, or itself."""
+    """Return the `attend` of a device: Triton's kernels where they run, else the reference."""
     if not runs_triton(device):
         return attend
     from quickbeam.models.torch import fused_attention
@@ -36,12 +38,13 @@ def attention_on(device: torch.device) -> Callable[..., torch.Tensor]:
 class PassInputs(NamedTuple):
     """What all layers read besides the residual stream.
 
-    `angles`: of the rows, of all kinds. `attend`: as `paged_attention.attend`.
+    `angles`: those of the rows, for each kind of rotary positions in the model. `attend`: has the
+    signature of `paged_attention.attend`.
     """
 
     rows: PassRows
     pool: RowPool
-    angles: Mapping[Rotary, Angles]
+    angles: Mapping[Rotary, CosSin]
     attend: Callable[..., torch.Tensor]
 
     def write(self, params: AttentionParams, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -62,51 +65,68 @@ class PassInputs(NamedTuple):
         return self.attend(self.pool, self.rows, params, query, sinks)
 
 
-def apply_rotary(x: torch.Tensor, angles: Angles, interleaved: bool) -> torch.Tensor:
+def apply_rotary(x: torch.Tensor, angles: CosSin, interleaved: bool) -> torch.Tensor:
     """Rotate the first dimensions of each head of `x` `[n, heads, head_dim]` by `angles`.
 
     Dimensions i and i + half are a pair, or if `interleaved` 2i and 2i + 1 (2104.09864, 3.4.2).
     """
-    cosine, sine = (part[:, None] for part in angles)
+    cosine = angles[0][:, None]  # [n, 1, rotary_dim / 2]
+    sine = angles[1][:, None]
     rotary_dim = 2 * cosine.shape[-1]
-    rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    rotary = x[..., :rotary_dim]
+    unrotated = x[..., rotary_dim:]
     if interleaved:
-        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        first = rotary[..., 0::2]
+        second = rotary[..., 1::2]
     else:
-        a, b = rotated.chunk(2, -1)
-    pairs = a * cosine - b * sine, b * cosine + a * sine
-    rotated = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
-    return torch.cat([rotated, rest], -1)
+        first, second = rotary.chunk(2, -1)
+    rotated_first = first * cosine - second * sine
+    rotated_second = second * cosine + first * sine
+    if interleaved:
+        rotated = torch.stack([rotated_first, rotated_second], -1).flatten(-2)
+    else:
+        rotated = torch.cat([rotated_first, rotated_second], -1)
+    return torch.cat([rotated, unrotated], -1)
 
 
 class LatentProjections(nn.Module):
-    """Queries, keys and values by way of small vectors (`stack.Latent`; 2405.04434, 2.1)."""
+    """Queries, keys and values from latent vectors (`stack.Latent`; 2405.04434, 2.1)."""
 
     def __init__(self, latent: Latent, attention: Attention, reader: Reader) -> None:
         super().__init__()
-        self.rank, self.heads = latent.rank, attention.heads
-        self.rotary_dim, self.value_dim = attention.rotary_dim, latent.value_dim
-        self.norm, self.up = reader.norm(latent.norm), reader.product(latent.up)
-        # where queries have no small vectors, they are what they are
+        self.rank = latent.rank
+        self.heads = attention.heads
+        self.rotary_dim = attention.rotary_dim
+        self.value_dim = latent.value_dim
+        self.norm = reader.norm(latent.norm)
+        self.up = reader.product(latent.up)
+        # some models project queries without a latent vector
         self.query_norm: nn.Module = nn.Identity()
         self.query_up: nn.Module = nn.Identity()
         if latent.query is not None:
             self.query_norm = reader.norm(latent.query[0])
             self.query_up = reader.product(latent.query[1])
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values `[n, heads, ...]`; rotated dimensions come first."""
+    def forward(self, x: torch.Tensor) -> Heads:
+        """Return queries, keys and values, whose rotary dimensions come first.
+
+        `x`: `[n, queries + rank + rotary_dim]`.
+        """
         n = len(x)
         queries = x.shape[-1] - self.rank - self.rotary_dim
-        query, small, rotated_key = torch.split(x, [queries, self.rank, self.rotary_dim], -1)
-        query = self.query_up(self.query_norm(query))
-        # a head's rotated dimensions are its last ones as stored
-        query = query.reshape(n, self.heads, -1).roll(self.rotary_dim, -1)
-        rest = self.up(self.norm(small)).view(n, self.heads, -1)
-        plain = rest.shape[-1] - self.value_dim
-        plain_key, value = torch.split(rest, [plain, self.value_dim], -1)
-        rotated_key = rotated_key[:, None].expand(-1, self.heads, -1)
-        return query, torch.cat([rotated_key, plain_key], -1), value
+        query, latent, rotary_key = torch.split(x, [queries, self.rank, self.rotary_dim], -1)
+
+        query = self.query_up(self.query_norm(query)).reshape(n, self.heads, -1)
+        # the checkpoint has a head's rotary dimensions last
+        query = query.roll(self.rotary_dim, -1)
+
+        key_value = self.up(self.norm(latent)).view(n, self.heads, -1)
+        unrotated = key_value.shape[-1] - self.value_dim
+        unrotated_key, value = torch.split(key_value, [unrotated, self.value_dim], -1)
+        # all heads share the rotary part of the key
+        rotary_key = rotary_key[:, None].expand(-1, self.heads, -1)
+        key = torch.cat([rotary_key, unrotated_key], -1)
+        return query, key, value
 
 
 class AttentionLayer(nn.Module):
@@ -115,9 +135,11 @@ class AttentionLayer(nn.Module):
     def __init__(self, attention: Attention, index: int, reader: Reader) -> None:
         super().__init__()
         self.attention = attention
-        self.qkv, self.out = reader.product(attention.qkv), reader.product(attention.out)
+        self.qkv = reader.product(attention.qkv)
+        self.out = reader.product(attention.out)
         query_norm, key_norm = attention.norms or (None, None)
-        self.query_norm, self.key_norm = reader.norm(query_norm), reader.norm(key_norm)
+        self.query_norm = reader.norm(query_norm)
+        self.key_norm = reader.norm(key_norm)
         epsilon = 0.0 if query_norm is None else query_norm.epsilon
         self.value_norm = reader.norm(Norm((), epsilon) if attention.value_norm else None)
         self.latent: LatentProjections | None = None
@@ -146,6 +168,7 @@ class AttentionLayer(nn.Module):
             value = self.value_norm(value)
         mixed = inputs.attention(self.params, query, key, value, self.sinks)
         if attention.gated:
+            # a gate for each head, or for each of its dimensions
             gates = attention.heads if attention.one_gate else attention.heads * attention.head_dim
             gate = projected[:, -gates:].sigmoid()
             mixed = mixed * gate.repeat_interleave(mixed.shape[-1] // gates, -1)
@@ -153,7 +176,7 @@ class AttentionLayer(nn.Module):
         return result
 
     def key_value(
-        self, x: torch.Tensor, angles: Mapping[Rotary, Angles]
+        self, x: torch.Tensor, angles: Mapping[Rotary, CosSin]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys, rotated, and values of what attention reads: `[n, kv_heads, dim]` each."""
         _, key, value = self._apart(self.qkv(x))
@@ -176,7 +199,7 @@ class AttentionLayer(nn.Module):
         return query, key, value
 
     def _position(
-        self, x: torch.Tensor, norm: nn.Module, angles: Mapping[Rotary, Angles]
+        self, x: torch.Tensor, norm: nn.Module, angles: Mapping[Rotary, CosSin]
     ) -> torch.Tensor:
         """Return queries or keys `[n, heads, head_dim]` normed and rotated."""
         attention = self.attention

@@ -6,17 +6,17 @@ import os
 
 import torch
 
-# A library without room for parts of sums divides no sum among several programs (split-K), and
-# shares no room between streams.
+# A library without workspace for partial sums divides no sum among several programs (split-K), and
+# shares no workspace between streams.
 WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 
 
 def fix_sums() -> None:
     """Have products add in float32 and in one way, for the whole process.
 
-    Products in float32 keep all bits (no TF32), and sums of products in 16 bits are in float32. No
-    kernel is chosen by measuring. A user's own workspaces stay, and ours count where the library
-    has not been used before.
+    Products in float32 keep all bits (no TF32). Products in 16 bits add in float32. No kernel is
+    selected by measuring. Workspaces that the user has set stay as they are. Ours take effect only
+    if the library has not been used before.
     """
     for name, value in WORKSPACES.items():
         os.environ.setdefault(name, value)

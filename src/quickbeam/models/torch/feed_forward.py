@@ -16,7 +16,10 @@ GROUPED_PRODUCTS = ((9, 0), (10, 0))  # compute capabilities of GPUs with groupe
 
 
 def activated(feed_forward: FeedForward, inner: torch.Tensor) -> torch.Tensor:
-    """Return what `down` reads, `[n, inner]`, of what `up` gives: `[n, inner]`, twice if gated."""
+    """Return the input of `down`, `[n, inner]`, for the output of `up`.
+
+    `inner`: `[n, inner]`, or `[n, 2 * inner]` if gated, the gates first.
+    """
     if feed_forward.activation == "clamped":
         gate, up = inner.chunk(2, -1)
         gate = gate.clamp(max=feed_forward.limit)
@@ -35,7 +38,8 @@ class FeedForwardLayer(nn.Module):
     def __init__(self, feed_forward: FeedForward, reader: Reader) -> None:
         super().__init__()
         self.feed_forward = feed_forward
-        self.up, self.down = reader.product(feed_forward.up), reader.product(feed_forward.down)
+        self.up = reader.product(feed_forward.up)
+        self.down = reader.product(feed_forward.down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = activated(self.feed_forward, self.up(x))
@@ -44,7 +48,7 @@ class FeedForwardLayer(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses each row's experts (`stack.Routing`). Its scores are computed in float32."""
+    """Selects each row's experts (`stack.Routing`). Its scores are computed in float32."""
 
     def __init__(self, routing: Routing, reader: Reader) -> None:
         super().__init__()
@@ -54,9 +58,13 @@ class Router(nn.Module):
         self.scale = reader.optional_vector(routing.scale)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights, float32, and the numbers of each row's experts, `[n, top]` each."""
-        routing, logits = self.routing, self.logits(x)
-        weight, expert = self._mixed(logits) if routing.scores == "mixer" else self._top(logits)
+        """Return the weights, float32, and the indices of each row's experts, `[n, top]` each."""
+        routing = self.routing
+        logits = self.logits(x)  # [n, experts]
+        if routing.scores == "mixer":
+            weight, expert = self._sparse_mixer(logits)
+        else:
+            weight, expert = self._top_experts(logits)
         if routing.renormalised:
             total = weight.sum(-1, keepdim=True) + routing.plus
             weight = weight / total.clamp(min=routing.least)
@@ -64,44 +72,53 @@ class Router(nn.Module):
             weight = weight * self.scale[expert]
         return weight * routing.factor, expert
 
-    def _top(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose the largest scores among the best groups."""
-        routing, score = self.routing, logits
+    def _top_experts(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Select the largest scores among the best groups."""
+        routing = self.routing
+        score = logits
         if routing.scores == "softmax":
             score = logits.softmax(-1)
         elif routing.scores == "sigmoid":
             score = logits.sigmoid()
-        choice = score if self.correction is None else score + self.correction.flatten()
-        groups = torch.unflatten(choice, -1, (routing.groups, -1))
-        group_score = groups.topk(routing.best_of_group, -1).values.sum(-1)
+        corrected = score if self.correction is None else score + self.correction.flatten()
+
+        groups = torch.unflatten(corrected, -1, (routing.groups, -1))  # [n, groups, experts]
+        group_score = groups.topk(routing.best_of_group, -1).values.sum(-1)  # [n, groups]
         best_groups = group_score.topk(routing.top_groups, -1).indices
         is_best = torch.zeros_like(group_score).scatter(-1, best_groups, 1) > 0
-        choice = groups.masked_fill(~is_best[..., None], -torch.inf).flatten(-2)
-        expert = choice.topk(routing.top, -1).indices
-        weight = score.gather(-1, expert)
-        return (weight.softmax(-1) if routing.scores == "softmax_of_chosen" else weight), expert
+        candidates = groups.masked_fill(~is_best[..., None], -torch.inf).flatten(-2)
 
-    def _mixed(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose by Phi-MoE's rule, one expert after the other."""
-        left, weights, experts = logits, [], []
+        expert = candidates.topk(routing.top, -1).indices  # [n, top]
+        weight = score.gather(-1, expert)
+        if routing.scores == "softmax_of_chosen":
+            weight = weight.softmax(-1)
+        return weight, expert
+
+    def _sparse_mixer(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Select experts by Phi-MoE's rule, one after the other."""
+        remaining = logits
+        weights = list[torch.Tensor]()
+        experts = list[torch.Tensor]()
         for _ in range(self.routing.top):
-            top, expert = left.max(-1, keepdim=True)
+            top, expert = remaining.max(-1, keepdim=True)
             distance = (top - logits) / torch.maximum(logits.abs(), top)
-            near = left.masked_fill(distance > 2 * self.routing.jitter, -torch.inf)
+            near = remaining.masked_fill(distance > 2 * self.routing.jitter, -torch.inf)
             weights.append(near.softmax(-1).gather(-1, expert))
             experts.append(expert)
-            left = left.scatter(-1, expert, -torch.inf)
+            remaining = remaining.scatter(-1, expert, -torch.inf)
         return torch.cat(weights, -1), torch.cat(experts, -1)
 
 
 def has_grouped_product(x: torch.Tensor) -> bool:
     """Whether PyTorch multiplies groups of such rows without asking the device where they end.
 
-    It does since 2.10: on a CPU, and in bfloat16 on some GPUs. On others it reads the ends back,
-    which no graph can hold.
+    PyTorch does so since 2.10: on a CPU, and in bfloat16 on some GPUs. On other GPUs it reads the
+    end positions back, which a graph can't do.
     """
-    if not hasattr(F, "grouped_mm") or x.device.type == "cpu":
-        return hasattr(F, "grouped_mm")
+    if not hasattr(F, "grouped_mm"):
+        return False
+    if x.device.type == "cpu":
+        return True
     if x.device.type != "cuda" or x.dtype is not torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(x.device) in GROUPED_PRODUCTS
@@ -117,23 +134,27 @@ class GroupedProduct(nn.Module):
         super().__init__()
         products = [reader.dense_product(linear) for linear in linears]
         weights: list[torch.Tensor] = [product.weight for product in products]
-        biases: list[torch.Tensor] = [one.bias for one in products if one.bias is not None]
+        biases: list[torch.Tensor] = [
+            product.bias for product in products if product.bias is not None
+        ]
         self.weight = constant(torch.stack(weights))
         self.bias = constant(torch.stack(biases)) if biases else None
 
-    def forward(self, x: torch.Tensor, expert: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """`x`: `[n, inputs]`. `expert` `[n]`: of each row. `ends` `[E]` int32: behind its last row.
+    def forward(self, x: torch.Tensor, expert: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Multiply each row by the weight of its expert.
 
-        Rows behind the last end belong to no expert, and their results are any numbers.
+        `x`: `[n, inputs]`. `expert`: the expert of each row, `[n]`. `offsets`: the end position of
+        each expert's rows, `[E]` int32. Rows after the last of them belong to no expert, and their
+        results are undefined.
         """
         x = x.to(self.weight.dtype)
         if has_grouped_product(x):
-            result = F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends).float()
+            result = F.grouped_mm(x, self.weight.transpose(1, 2), offs=offsets).float()
         else:  # all rows by all experts
             result = x.new_zeros(len(x), self.weight.shape[1], dtype=torch.float32)
-            for number, weight in enumerate(self.weight):
-                is_own = (expert == number)[:, None]
-                result = torch.where(is_own, F.linear(x, weight).float(), result)
+            for index, weight in enumerate(self.weight):
+                is_routed = (expert == index)[:, None]
+                result = torch.where(is_routed, F.linear(x, weight).float(), result)
         return result if self.bias is None else result + self.bias[expert]
 
 
@@ -142,9 +163,11 @@ class ExpertsLayer(nn.Module):
 
     def __init__(self, experts: Experts, reader: Reader) -> None:
         super().__init__()
-        self.router, self.one = Router(experts.routing, reader), experts.chosen[0]
-        self.up = GroupedProduct([one.up for one in experts.chosen], reader)
-        self.down = GroupedProduct([one.down for one in experts.chosen], reader)
+        self.router = Router(experts.routing, reader)
+        # all experts have one activation and one factor
+        self.first_expert = experts.chosen[0]
+        self.up = GroupedProduct([expert.up for expert in experts.chosen], reader)
+        self.down = GroupedProduct([expert.down for expert in experts.chosen], reader)
         self.shared = self.shared_gate = None
         if experts.shared is not None:
             self.shared = FeedForwardLayer(experts.shared, reader)
@@ -154,9 +177,10 @@ class ExpertsLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, rows: PassRows, router_reads: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`router_reads`: what the router reads in place of `x`."""
+        """Return `[n, d]`. `router_reads`: the router's input, where it is not `x`."""
         weight, expert = self.router(x if router_reads is None else router_reads)
-        total: torch.Tensor = (self._chosen(x, expert, rows) * weight[..., None]).sum(1)
+        results = self._run_experts(x, expert, rows)  # [n, top, d]
+        total: torch.Tensor = (results * weight[..., None]).sum(1)
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:
@@ -164,20 +188,24 @@ class ExpertsLayer(nn.Module):
             total = total + shared
         return total
 
-    def _chosen(self, x: torch.Tensor, expert: torch.Tensor, rows: PassRows) -> torch.Tensor:
-        """Return what the experts `[n, top]` of each row give, `[n, top, d]`."""
-        count, top = len(self.up.weight), expert.shape[1]
-        # rows of padding come last, behind all experts
-        number = expert.masked_fill(rows.is_padding[:, None], count).flatten()
-        sorted_number, order = number.sort(stable=True)
-        last = torch.arange(count, device=x.device)
-        ends = torch.searchsorted(sorted_number, last, right=True).int()
-        of_row = sorted_number.clamp(max=count - 1)
-        inner = activated(self.one, self.up(x[order // top], of_row, ends))
-        results: torch.Tensor = self.down(inner, of_row, ends) * self.one.factor
-        results = results.masked_fill((sorted_number == count)[:, None], 0.0)
-        in_order = torch.zeros_like(results).index_copy_(0, order, results)
-        return torch.unflatten(in_order, 0, (-1, top))
+    def _run_experts(self, x: torch.Tensor, expert: torch.Tensor, rows: PassRows) -> torch.Tensor:
+        """Return the results `[n, top, d]` of the active experts `[n, top]` of each row."""
+        count = len(self.up.weight)
+        top = expert.shape[1]
+        # sort pairs of a row and an expert by expert; rows of padding come last
+        expert = expert.masked_fill(rows.is_padding[:, None], count).flatten()
+        sorted_expert, pair = expert.sort(stable=True)  # [n * top]
+        experts = torch.arange(count, device=x.device)
+        offsets = torch.searchsorted(sorted_expert, experts, right=True).int()
+        bias_index = sorted_expert.clamp(max=count - 1)
+
+        inner = self.up(x[pair // top], bias_index, offsets)
+        inner = activated(self.first_expert, inner)
+        results: torch.Tensor = self.down(inner, bias_index, offsets) * self.first_expert.factor
+        results = results.masked_fill((sorted_expert == count)[:, None], 0.0)
+
+        by_row = torch.zeros_like(results).index_copy_(0, pair, results)
+        return torch.unflatten(by_row, 0, (-1, top))
 
 
 class ParallelExpertsLayer(nn.Module):
@@ -189,12 +217,13 @@ class ParallelExpertsLayer(nn.Module):
     def __init__(self, parallel: ParallelExperts, reader: Reader) -> None:
         super().__init__()
         self.experts = ExpertsLayer(parallel.experts, reader)
-        self.before, self.router = reader.norm(parallel.before), reader.norm(parallel.router)
+        self.before = reader.norm(parallel.before)
+        self.router = reader.norm(parallel.router)
         self.after = reader.norm(parallel.after)
         self.dense_after = reader.norm(parallel.dense_after)
 
     def forward(self, x: torch.Tensor, rows: PassRows, dense: torch.Tensor) -> torch.Tensor:
-        """`dense`: what the dense feed-forward gave."""
+        """Return `[n, d]`. `dense`: the result of the dense feed-forward, `[n, d]`."""
         mixed = self.experts(self.before(x), rows, self.router(x))
         total: torch.Tensor = self.dense_after(dense) + self.after(mixed)
         return total

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def, misc"
 """Attention over pages of keys and values as two Triton kernels (`paged_attention.attend`).
 
-Keys are read in chunks that begin at fixed positions, each by a program of its own, with its own
+Keys are read in chunks that begin at fixed positions. A program reads one chunk and has its own
 maximum (flash-decoding). Then the chunks of a row are joined, first to last. So a row's bits depend
 on the keys that it sees and their positions, and on nothing else in the pass.
 """
@@ -24,14 +24,23 @@ BLOCK_BYTES = 2**16  # of keys and values that are multiplied at a time, at most
 SUMS_BYTES = 2**28  # of the sums of the rows that attend at a time, at most
 CHUNK = 512  # keys that a program reads
 LEAST = 16  # rows and columns of a product, at least
-# compiled once a model, not anew for some sizes of a pass: neither for numbers that are 1 or divide
-# by 16, nor for tensors that begin at a multiple of 16 bytes
-NUMBERS = ["window", "pages_width", "path_width", "chunks"]
-TENSORS = ["sums", "maxima", "weights", "pages", "path", "sequence", "committed", "seen"]
-TENSORS += ["positions"]
+# A kernel is compiled once a model, not anew for some sizes of a pass: neither for integers that
+# are 1 or divide by 16, nor for tensors that begin at a multiple of 16 bytes.
+INTEGERS = ["window", "pages_width", "path_width", "chunks"]
+TENSORS = [
+    "sums",
+    "maxima",
+    "weights",
+    "pages",
+    "path",
+    "sequence",
+    "committed",
+    "seen",
+    "positions",
+]
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=TENSORS)
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=TENSORS)
 def attend_chunk(
     query,
     key,
@@ -65,15 +74,22 @@ def attend_chunk(
 ):
     """Attend with the heads of one row that share keys, over one chunk of positions.
 
-    `query`: `[n, KV_HEADS * GROUP, KEY_DIM]`. `key`, `value`: `[rows, KV_HEADS, dim]`. `sums`
-    `[n, KV_HEADS * GROUP, chunks, VALUE_DIM]`: of the values times the exponentials of their
-    scores, less the largest score of the chunk, which `maxima` `[n, heads, chunks]` get. `weights`,
-    of the same shape: the sums of these exponentials. Nothing is written of chunks behind all that
-    a row sees, as padded passes have many. `window` and `softcap` are 0 where there are none. Grid:
-    rows, heads of keys, chunks.
+    Writes, for each row, head and chunk, with the sums over the keys j that the row sees:
+
+        maxima  = max_j score_j                           [n, heads, chunks]
+        weights = sum_j exp(score_j - maxima)             [n, heads, chunks]
+        sums    = sum_j exp(score_j - maxima) * value_j   [n, heads, chunks, VALUE_DIM]
+
+    `query`: `[n, heads, KEY_DIM]`, where heads are `KV_HEADS * GROUP`. `key`, `value`:
+    `[rows, KV_HEADS, dim]`. Nothing is written for chunks behind all that a row sees, which padded
+    passes have many of. `window` and `softcap` are 0 where there are none. Grid: rows, heads of
+    keys, chunks.
     """
-    row, kv_head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    in_pages, position = tl.load(committed + row), tl.load(positions + row)
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    chunk = tl.program_id(2)
+    in_pages = tl.load(committed + row)
+    position = tl.load(positions + row)
     end = tl.load(seen + row)
     group = tl.where(chunk * CHUNK < end, GROUP, 0)
     if CAUSAL:
@@ -83,7 +99,8 @@ def attend_chunk(
     stop = tl.minimum(end, (chunk + 1) * CHUNK)
 
     head = tl.arange(0, G)
-    key_column, value_column = tl.arange(0, K), tl.arange(0, V)
+    key_column = tl.arange(0, K)
+    value_column = tl.arange(0, V)
     heads = (row * KV_HEADS + kv_head) * GROUP + head
     is_head = head < group
     q = tl.load(
@@ -116,25 +133,25 @@ def attend_chunk(
         new = tl.maximum(largest, tl.max(score, 1))
         # of blocks before the first key that is seen, nothing counts
         base = tl.where(new == float("-inf"), 0.0, new)
-        share = tl.exp(score - base[:, None])
-        kept = tl.exp(largest - base)
+        exp_score = tl.exp(score - base[:, None])
+        rescale = tl.exp(largest - base)
         v = tl.load(
             value + slot * VALUE_DIM + value_column[None, :],
             mask=visible[:, None] & (value_column < VALUE_DIM)[None, :],
             other=0.0,
         )
-        total = total * kept[:, None]
-        total = tl.dot(share.to(v.dtype), v, total, input_precision="ieee")
-        weight = weight * kept + tl.sum(share, 1)
+        total = total * rescale[:, None]
+        total = tl.dot(exp_score.to(v.dtype), v, total, input_precision="ieee")
+        weight = weight * rescale + tl.sum(exp_score, 1)
         largest = new
-    place = heads * chunks + chunk
+    index = heads * chunks + chunk
     tl.store(
-        sums + place[:, None] * VALUE_DIM + value_column[None, :],
+        sums + index[:, None] * VALUE_DIM + value_column[None, :],
         total,
         mask=is_head[:, None] & (value_column < VALUE_DIM)[None, :],
     )
-    tl.store(maxima + place, largest, mask=is_head)
-    tl.store(weights + place, weight, mask=is_head)
+    tl.store(maxima + index, largest, mask=is_head)
+    tl.store(weights + index, weight, mask=is_head)
 
 
 @triton.jit(
@@ -159,38 +176,42 @@ def join_chunks(
 
     `out`: `[n, HEADS, VALUE_DIM]` float32. Grid: rows, heads.
     """
-    row, head = tl.program_id(0), tl.program_id(1)
-    column, first = tl.arange(0, V), (row * HEADS + head) * chunks
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    column = tl.arange(0, V)
+    first = (row * HEADS + head) * chunks
     total = tl.zeros((V,), dtype=tl.float32)
-    largest, weight = float("-inf"), 0.0
+    largest = float("-inf")
+    weight = 0.0
     for chunk in range(0, tl.cdiv(tl.load(seen + row), CHUNK)):
-        own = tl.load(maxima + first + chunk)
-        new = tl.maximum(largest, own)
+        maximum = tl.load(maxima + first + chunk)
+        new = tl.maximum(largest, maximum)
         base = tl.where(new == float("-inf"), 0.0, new)
-        before, added = tl.exp(largest - base), tl.exp(own - base)
-        part = tl.load(
+        rescale = tl.exp(largest - base)
+        chunk_scale = tl.exp(maximum - base)
+        chunk_sum = tl.load(
             sums + (first + chunk) * VALUE_DIM + column, mask=column < VALUE_DIM, other=0.0
         )
-        total = total * before + part * added
-        weight = weight * before + tl.load(weights + first + chunk) * added
+        total = total * rescale + chunk_sum * chunk_scale
+        weight = weight * rescale + tl.load(weights + first + chunk) * chunk_scale
         largest = new
     if HAS_SINKS:
-        own = tl.load(sinks + head)
-        new = tl.maximum(largest, own)
-        before = tl.exp(largest - new)
-        total = total * before
-        weight = weight * before + tl.exp(own - new)
+        sink = tl.load(sinks + head)
+        new = tl.maximum(largest, sink)
+        rescale = tl.exp(largest - new)
+        total = total * rescale
+        weight = weight * rescale + tl.exp(sink - new)
     # a row of padding sees nothing
     total = total / tl.where(weight > 0, weight, 1.0)
     tl.store(out + (row * HEADS + head) * VALUE_DIM + column, total, mask=column < VALUE_DIM)
 
 
 def keys_in_block(key_dim: int, value_dim: int, itemsize: int) -> int:
-    """Return how many keys are multiplied at a time, of so many padded dimensions.
+    """Return how many keys are multiplied at a time.
 
-    These keys and values, queries and scores must fit in a multiprocessor's shared memory: 99 KiB
-    on GPUs of compute capability 8.6, 163 KiB on those of 8.0. The number depends on the model
-    alone, as a row's sums do.
+    `key_dim`, `value_dim`: padded dimensions of a head. These keys and values, queries and scores
+    must fit in a multiprocessor's shared memory: 99 KiB on GPUs of compute capability 8.6, 163 KiB
+    on those of 8.0. The number depends on the model alone, as a row's sums do.
     """
     block = BLOCK
     while block > LEAST and block * (key_dim + value_dim) * itemsize > BLOCK_BYTES:
@@ -199,7 +220,7 @@ def keys_in_block(key_dim: int, value_dim: int, itemsize: int) -> int:
 
 
 def padded(size: int) -> int:
-    """Return how many rows or columns of a product stand for so many."""
+    """Return to how many rows or columns of a product `size` of them are padded."""
     return max(LEAST, int(triton.next_power_of_2(size)))
 
 
@@ -210,13 +231,16 @@ def attend(
     query: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what `paged_attention.attend` does, for pages in the products' format.
+    """Compute the same as `paged_attention.attend`, for pages in the products' format.
 
-    Many rows behind long texts attend some at a time, which bounds the memory for sums.
+    Only some of the rows attend at a time where many rows stand behind long texts. This bounds the
+    memory for sums.
     """
-    key, value = pool.key[params.index], pool.value[params.index]
+    key = pool.key[params.index]
+    value = pool.value[params.index]
     n, heads, key_dim = query.shape
-    kv_heads, value_dim = key.shape[1], value.shape[2]
+    kv_heads = key.shape[1]
+    value_dim = value.shape[2]
     chunks = triton.cdiv(rows.pages.shape[1] * rows.page, CHUNK)
     query = query.to(key.dtype).contiguous()
     most = max(1, min(n, SUMS_BYTES // (4 * heads * chunks * value_dim)))
@@ -224,7 +248,8 @@ def attend(
     maxima, weights = torch.empty(2, most, heads, chunks, device=query.device).unbind()
     out = torch.empty(n, heads, value_dim, device=query.device)
 
-    key_columns, value_columns = padded(key_dim), padded(value_dim)
+    key_columns = padded(key_dim)
+    value_columns = padded(value_dim)
     block = keys_in_block(key_columns, value_columns, key.itemsize)
 
     # Triton starts kernels on the current device

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator"
 # mypy: disable-error-code="no-untyped-def, misc"
-"""The random words of places as one Triton kernel (`noise.philox`, which takes 70 operations)."""
+"""Random words as one Triton kernel, in place of the 70 operations of `noise.philox`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from quickbeam.models.torch.noise import DrawnRows
 
-BLOCK = 256  # words that a program makes of each of the four
+BLOCK = 256  # chunks or tokens for which a program computes the four words
 
 
 @triton.jit(
@@ -22,9 +22,9 @@ BLOCK = 256  # words that a program makes of each of the four
 def philox_words(
     first, key0, key1, choice, position, words, rows, count, purpose, BLOCK: tl.constexpr
 ):
-    """Make the words `[4, rows, count]` of chunks or tokens `first` `[rows, count]`, all int64.
+    """Compute the words `[4, rows, count]` of chunks or tokens `first` `[rows, count]`, all int64.
 
-    `key0`, `key1`, `choice`, `position`: `[rows]`. Grid: rows, pieces of BLOCK of the columns.
+    `key0`, `key1`, `choice`, `position`: `[rows]`. Grid: rows, blocks of BLOCK columns.
     """
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -47,7 +47,7 @@ def philox_words(
 
 
 def philox(rows: DrawnRows, first: torch.Tensor, purpose: int) -> tuple[torch.Tensor, ...]:
-    """Return what `noise.philox` does."""
+    """Compute the same as `noise.philox`."""
     count, width = first.shape
     words = torch.empty(4, count, width, dtype=torch.int64, device=first.device)
     # Triton starts kernels on the current device

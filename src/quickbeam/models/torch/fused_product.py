@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def, misc"
 """Products as Triton kernels whose tiles depend on the weight alone.
 
-A program computes 16 rows, and adds over the inputs in one order: no sum is divided among programs
-(split-K), and nothing is chosen by measuring. So a row's bits don't depend on the number of rows,
-on its position or on its neighbours. `x @ weight.T` is the reference.
+A program computes 16 rows, and adds over the inputs in one order. No sum is divided among programs
+(split-K), and no kernel is selected by measuring. So a row's bits don't depend on the number of
+rows, on its position or on its neighbours. `x @ weight.T` is the reference.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import triton.language as tl
 ROWS = 16  # of a tile
 PROGRAMS = 128  # that a row of tiles should have at least, as GPUs have so many multiprocessors
 DEPTH = 64  # inputs that are multiplied at a time
-# compiled once a weight, not anew for some numbers of rows or for tensors that begin elsewhere
-ONCE = {"do_not_specialize": ["n"], "do_not_specialize_on_alignment": ["x", "out"]}
+# A kernel is compiled once a weight, not anew for some numbers of rows or for tensors that begin at
+# a multiple of 16 bytes.
+INTEGERS = ["n"]
+TENSORS = ["x", "out"]
 
 
-@triton.jit(**ONCE)
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=TENSORS)
 def multiply_tile(
     x,
     weight,
@@ -61,7 +63,7 @@ def multiply_tile(
     )
 
 
-@triton.jit(**ONCE)
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=TENSORS)
 def multiply_packed_tile(
     x,
     values,
@@ -81,21 +83,21 @@ def multiply_packed_tile(
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
-    is_row, is_column = row < n, column < OUTPUTS
+    is_row = row < n
+    is_column = column < OUTPUTS
     byte = tl.arange(0, GROUP // 2)
-    low_input = (
-        byte // 16 * 32 + byte % 16
-    )  # the input of a byte's low half; its high one's is 16 on
+    # the low half of a byte is of this input, and the high half of the input 16 further on
+    low_input = byte // 16 * 32 + byte % 16
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for group in range(0, INPUTS // GROUP):
         at = x + row[:, None] * INPUTS + (group * GROUP + low_input)[None, :]
         low_x = tl.load(at, mask=is_row[:, None], other=0.0)
         high_x = tl.load(at + 16, mask=is_row[:, None], other=0.0)
-        of_group = column * (INPUTS // GROUP) + group
-        scale = tl.load(scales + of_group, mask=is_column, other=0.0)[:, None]
-        zero = tl.load(zeros + of_group, mask=is_column, other=0).to(tl.float32)[:, None]
+        index = column * (INPUTS // GROUP) + group
+        scale = tl.load(scales + index, mask=is_column, other=0.0)[:, None]
+        zero = tl.load(zeros + index, mask=is_column, other=0).to(tl.float32)[:, None]
         packed = tl.load(
-            values + of_group[:, None] * (GROUP // 2) + byte[None, :],
+            values + index[:, None] * (GROUP // 2) + byte[None, :],
             mask=is_column[:, None],
             other=0,
         )
@@ -122,8 +124,10 @@ def multiply(
 
     `weight`: `[outputs, inputs]`, in the number format of `x`, as `bias` `[outputs]` is.
     """
-    (outputs, inputs), n = weight.shape, len(x)
-    columns, out = columns_of(outputs), torch.empty(n, outputs, device=x.device)
+    n = len(x)
+    outputs, inputs = weight.shape
+    columns = columns_of(outputs)
+    out = torch.empty(n, outputs, device=x.device)
     with _current(x):
         multiply_tile[triton.cdiv(n, ROWS), triton.cdiv(outputs, columns)](
             x.contiguous(),
@@ -146,8 +150,10 @@ def multiply_packed(
 
     The weight (`PackedWeight`) is rounded to the number format of `x`.
     """
-    (outputs, half), n = values.shape, len(x)
-    columns, out = columns_of(outputs), torch.empty(n, outputs, device=x.device)
+    n = len(x)
+    outputs, half = values.shape
+    columns = columns_of(outputs)
+    out = torch.empty(n, outputs, device=x.device)
     with _current(x):
         multiply_packed_tile[triton.cdiv(n, ROWS), triton.cdiv(outputs, columns)](
             x.contiguous(),

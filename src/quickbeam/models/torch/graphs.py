@@ -16,16 +16,14 @@ from quickbeam.models.torch.rows import ListedRows, Padding, PassRows, PassSizes
 Compute = Callable[..., Sequence[torch.Tensor]]
 Options = tuple[Hashable, ...]
 
-# that are kept, those used last: all sizes up to 65,536 tokens (`padded_sizes`)
-MOST_GRAPHS = 120
+MOST_GRAPHS = 120  # enough for all sizes up to 65,536 tokens (`padded_sizes`)
 WARM_UPS = 2  # runs before a graph is captured, in which libraries set themselves up
 
 _capturing = threading.Lock()  # PyTorch takes one capture at a time in a process
 
 
 class Captured(NamedTuple):
-    """A pass of one size as a graph: `numbers` and `inputs` are what it reads, `results` what it
-    writes."""
+    """A pass of one size as a graph, which reads `numbers` and `inputs` and writes `results`."""
 
     graph: Any
     numbers: torch.Tensor
@@ -34,16 +32,17 @@ class Captured(NamedTuple):
 
 
 class Graphs:
-    """Runs `compute`, a pass whose work depends on nothing but its sizes and options, as graphs.
+    """Runs passes as graphs. The operations of a pass depend on its sizes and options alone.
 
-    `compute(rows, *inputs, *options)`: of `PassRows`, tensors with a row for each of them, and
-    whatever else decides what is done. A graph is captured at the first use of sizes and options.
-    All share one pool of memory, and write their results to the same buffers. So results are copied
-    before the next graph runs.
+    `compute(rows, *inputs, *options)` runs a pass. It gets `PassRows`, tensors with a row for each
+    of them, and options that select operations. A graph is captured at the first use of sizes and
+    options. All graphs share one pool of memory, and write their results to the same buffers. So
+    results are copied before the next graph runs.
     """
 
     def __init__(self, compute: Compute, device: torch.device) -> None:
-        self._compute, self._device = compute, device
+        self._compute = compute
+        self._device = device
         self._captured = OrderedDict[tuple[PassSizes, Options], Captured]()
         self._generation = 0
         self._buffers = list[torch.Tensor]()  # one for each result, as large as any size needs
@@ -63,10 +62,11 @@ class Graphs:
         inputs: Sequence[torch.Tensor] = (),
         options: Options = (),
     ) -> Sequence[torch.Tensor]:
-        """Return copies of what `compute` gives for these rows.
+        """Return copies of the results of `compute` for these rows.
 
-        `generation`: of the pool. Another one has other tensors, and makes graphs useless.
-        `inputs`: on the device, `[n, ...]` each. Rows of padding get what an earlier call left.
+        `generation`: that of the pool. Graphs of an earlier generation are deleted, since the
+        pool's tensors have been replaced. `inputs`: on the device, `[n, ...]` each. Rows of padding
+        have the inputs of an earlier call.
         """
         key = listed.sizes, options
         if generation != self._generation:
@@ -101,7 +101,8 @@ class Graphs:
         numbers = host.to(self._device)
         count = listed.sizes.rows
         buffers = [rows.new_zeros(count, *rows.shape[1:]) for rows in inputs]
-        graph, stream = new_graph(), self._stream
+        graph = new_graph()
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
@@ -124,19 +125,22 @@ class Graphs:
     def _buffers_for(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return parts of the buffers with the shapes of `like`."""
         if not self._buffers:
-            self._buffers = [one.new_empty(0) for one in like]
-        for i, (buffer, one) in enumerate(zip(self._buffers, like, strict=True)):
-            if buffer.numel() < one.numel():  # graphs keep the one that they were captured with
-                self._buffers[i] = one.new_empty(one.numel())
-        pairs = zip(self._buffers, like, strict=True)
-        return [buffer[: one.numel()].view(one.shape) for buffer, one in pairs]
+            self._buffers = [tensor.new_empty(0) for tensor in like]
+        results = list[torch.Tensor]()
+        for i, tensor in enumerate(like):
+            size = tensor.numel()
+            if self._buffers[i].numel() < size:  # earlier graphs go on using the smaller buffer
+                self._buffers[i] = tensor.new_empty(size)
+            results.append(self._buffers[i][:size].view(tensor.shape))
+        return results
 
 
 class Passes:
     """Runs `compute` over pages of `pool`: as graphs on CUDA, and as it is elsewhere."""
 
     def __init__(self, compute: Compute, pool: RowPool) -> None:
-        self._compute, self._pool = compute, pool
+        self._compute = compute
+        self._pool = pool
         self._graphs = Graphs(compute, pool.device) if pool.device.type == "cuda" else None
 
     def padding(self, block: int = 1) -> Padding | None:
@@ -157,15 +161,16 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         new_stream: Any = torch.cuda.Stream
-        self._device, self._stream = device, new_stream(device)
+        self._device = device
+        self._stream = new_stream(device)
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """Start what is computed within this context after all that was started before."""
+        """Return a context whose work runs on the second stream, after all work queued before."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
 
     def join(self) -> None:
-        """Let what is started from now on wait for the second stream."""
+        """Make work that is queued from now on wait for the second stream."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -48,11 +47,12 @@ logger = logging.getLogger(__name__)
 
 
 class PassResults(NamedTuple):
-    """What a pass gives on the device.
+    """The results of a pass, on the device.
 
-    `logits` `[wanted, vocab]` float32. `tokens` `[wanted]` int64: those drawn as `PassRows.draws`
-    says, and elsewhere the likeliest; -1 where the host has to choose, or the logits are not
-    finite. `hidden` `[n, layers * d]`, where layers are watched.
+    `logits`: `[wanted, vocab]` float32. `tokens`: the token after each wanted row, `[wanted]`
+    int64. It is drawn where `PassRows.draws` says so, and the likeliest elsewhere. It is -1 where
+    the host has to draw, or the logits are not finite. `hidden`: `[n, layers * d]`, where layers
+    are watched.
     """
 
     logits: torch.Tensor
@@ -63,18 +63,18 @@ class PassResults(NamedTuple):
 class TorchModel(Model):
     """Runs a model that is described by `stack`, with its `parameters`, on `device`.
 
-    `memory`: bytes that the weights may take there; those beyond it are copied from host memory in
-    every pass (`pinned.py`, which `copies` is for); None for no bound. `reason`: why the native
-    kernels don't run it, in words. Weights of 4 bits stay packed where Triton's kernels run, and
-    all fit there; elsewhere they are widened.
+    `memory`: bytes that the weights may take on the device; None for no bound. The weights beyond
+    it are copied from host memory in every pass (`pinned.py`), by `copies`. `reason`: why the
+    native kernels don't run the model, in words. Weights of 4 bits stay packed where Triton's
+    kernels run and all weights fit; elsewhere they are widened.
 
-    `sizes`: of passes among which those are looked for at load that give a row the same bits
-    wherever it stands (`same_bits.py`); none to look for none, and by default those of `SIZES` on
-    CUDA. Where the largest of them is in such a class, all passes are padded to sizes of it, wider
-    ones are cut, and `exact` is true. Otherwise a token's bits may depend on what else is in the
-    pass. So answers with drafts and without are the same only as far as rounding lets them: that is
-    counted, not guaranteed. Recurrent models, whose passes are not padded, and models with `memory`
-    are not looked at.
+    `sizes`: sizes of passes that are compared at load, to find those that give a row the same bits
+    wherever it stands (`same_bits.py`). The default is `SIZES` on CUDA, and none elsewhere. Where
+    the largest size is in such a class, all passes are padded to sizes of the class, wider passes
+    are divided, and `exact` is true. Otherwise a token's bits may depend on what else is in the
+    pass. Then answers with drafts and without are the same only as far as rounding allows. Sizes
+    are not compared for recurrent models, whose passes are not padded, and for models with
+    `memory`.
     """
 
     def __init__(
@@ -95,32 +95,36 @@ class TorchModel(Model):
             sizes = SIZES if sizes is None else sizes
         vocab_size = parameters.shape(stack.head.weights[0].name)[0]
         with torch.inference_mode():
-            first = device if memory is None else torch.device("cpu")
+            weights_device = device if memory is None else torch.device("cpu")
             packed = memory is None and runs_triton(device)
-            self._network = Network(parameters, stack, first, dtype, packed)
+            self._network = Network(parameters, stack, weights_device, dtype, packed)
             if memory is not None:
                 self.streamed = pin_layers(self._network, memory, device, copies)
             zeros = self._network.zero_states()
             self._pool = RowPool(kv_shapes(stack), dtype, device, zeros=zeros)
         super().__init__(parameters.config, dtype, device, vocab_size, self._pool)
-        self.chunk, self._reason, self._watched = chunk, reason, tuple[int, ...]()
+        self.chunk = chunk
+        self._reason = reason
+        self._watched = tuple[int, ...]()
         if self.streamed is not None:
-            self.chunk, self.mixed_chunk = STREAMED_CHUNK, STREAMED_CHUNK // 4
+            self.chunk = STREAMED_CHUNK
+            self.mixed_chunk = STREAMED_CHUNK // 4
         self.weight_bytes = self._network.product_bytes
-        # states of recurrent layers are looked up by the host, and layers that are copied wait for
-        # copies that began in the pass before
+        # the host looks up states of recurrent layers, and streamed layers wait for copies that
+        # began in the pass before: neither fits in a graph
         is_fixed = not zeros and self.streamed is None
         has_graphs = device.type == "cuda" and is_fixed
         self._graphs = Graphs(self._run, device) if has_graphs else None
         self._padding = Padding() if has_graphs else None
-        self._chooses = device.type == "cuda"  # whether passes choose tokens, drawn ones too
-        self.exact, self._checked = False, bool(sizes) and is_fixed
+        self._draws_tokens = device.type == "cuda"  # whether passes draw tokens
+        self.exact = False
+        self._compared_sizes = bool(sizes) and is_fixed
         if sizes and is_fixed:
-            self._check(sizes)
+            self._compare_sizes(sizes)
 
     @inference
-    def _check(self, sizes: Sequence[int]) -> None:
-        """Pad passes to sizes that give a row the same bits, where there are such."""
+    def _compare_sizes(self, sizes: Sequence[int]) -> None:
+        """From now on, pad passes to sizes that give a row the same bits, where there are some."""
         padding = find_padding(
             lambda listed: self._results(listed).logits,
             self._pool,
@@ -129,39 +133,43 @@ class TorchModel(Model):
             sizes,
         )
         if self._graphs is not None:
-            self._graphs.clear()  # most were of sizes that don't come again
+            self._graphs.clear()  # most of these sizes don't come again
         if padding is not None:
-            self._padding, self.exact = padding, True
+            self._padding = padding
+            self.exact = True
             logger.info("a row has the same bits in passes of %s rows", in_words(padding.rows))
 
     @inference
     def forward(self, batch: Batch) -> list[Passed]:
-        parts, wanted = [*map(uncommitted, batch.parts)], batch.wanted
-        draws = list_draws(batch) if self._chooses else None
+        parts = [uncommitted(part) for part in batch.parts]
         passes = [parts]
         if self._padding is not None and self._padding.rows:
             passes = [*passes_of(parts, max(self._padding.rows))]
+        draws = list_draws(batch) if self._draws_tokens else None
         results = list[PassResults]()
-        first = 0  # of the rows of a pass
+        first = 0  # the first row of a pass
         for parts_of_pass in passes:
             end = first + sum(part.rows for part in parts_of_pass)
-            here = [i for i, row in enumerate(wanted) if first <= row < end]
-            wanted_here = [wanted[i] - first for i in here]
-            draws_here = None if draws is None else draws[here]
+            indices = [i for i, row in enumerate(batch.wanted) if first <= row < end]
+            wanted = [batch.wanted[i] - first for i in indices]
+            draws_of_pass = None if draws is None else draws[indices]
             tokens = batch.tokens[first:end]
-            results.append(self._pass(parts_of_pass, tokens, wanted_here, draws_here))
+            results.append(self._run_pass(parts_of_pass, tokens, wanted, draws_of_pass))
             first = end
-        logits = joined([result.logits for result in results])
-        hidden = joined([result.hidden for result in results]) if self._watched else None
-        if self.device.type == "cpu" and not self._chooses:
-            return split(batch.parts, logits, hidden, None)
-        # one transfer for the whole pass: asked row by row, each token would wait for the device
-        chosen = joined([result.tokens for result in results]).tolist()
-        if self.device.type == "mps":  # it has no float64, in which tokens are drawn
-            return split(batch.parts, logits.cpu(), hidden, chosen)
-        return split(batch.parts, logits, hidden, best=chosen, drawn=chosen)
 
-    def _pass(
+        logits = concatenated([result.logits for result in results])
+        hidden: torch.Tensor | None = None
+        if self._watched:
+            hidden = concatenated([result.hidden for result in results])
+        if self.device.type == "cpu" and not self._draws_tokens:
+            return split(batch.parts, logits, hidden, best=None)
+        # one transfer for the pass: row by row, each token would wait for the device
+        next_tokens = concatenated([result.tokens for result in results]).tolist()
+        if self.device.type == "mps":  # it has no float64, in which tokens are drawn
+            return split(batch.parts, logits.cpu(), hidden, best=next_tokens)
+        return split(batch.parts, logits, hidden, best=next_tokens, drawn=next_tokens)
+
+    def _run_pass(
         self,
         parts: Sequence[UncommittedTokens],
         tokens: Sequence[int],
@@ -170,8 +178,8 @@ class TorchModel(Model):
     ) -> PassResults:
         """Run a pass, and return its results without those of padding."""
         listed = list_pass(parts, self._pool, tokens, wanted, self._padding, draws)
-        logits, chosen, hidden = self._results(listed)
-        return PassResults(logits[: len(wanted)], chosen[: len(wanted)], hidden[: len(tokens)])
+        logits, next_tokens, hidden = self._results(listed)
+        return PassResults(logits[: len(wanted)], next_tokens[: len(wanted)], hidden[: len(tokens)])
 
     def _results(self, listed: ListedRows) -> PassResults:
         """Run a pass: as a graph, where the model has graphs."""
@@ -180,12 +188,12 @@ class TorchModel(Model):
         return PassResults(*self._graphs.run(listed, self._pool.generation))
 
     def _run(self, rows: PassRows) -> PassResults:
-        """Compute a pass. Nothing here reads from the device or depends on its numbers."""
+        """Compute a pass. Nothing here reads values back from the device."""
         x, streams = self._network(rows, self._pool, self._watched)
         logits = self._network.logits(x[rows.wanted])
         streams = streams or [x.new_empty(0)]
         hidden = torch.cat(streams, -1).to(self.dtype)
-        return PassResults(logits, chosen_tokens(logits, rows), hidden)
+        return PassResults(logits, select_tokens(logits, rows), hidden)
 
     @property
     def embedding(self) -> nn.Module:
@@ -203,7 +211,7 @@ class TorchModel(Model):
 
     def describe(self) -> str:
         kernels = f"PyTorch's ({self._reason})"
-        if not self._checked:
+        if not self._compared_sizes:
             return kernels
         if not self.exact or self._padding is None:
             return f"{kernels}, a row's bits depend on the pass"
@@ -214,27 +222,24 @@ def in_words(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def joined(results: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return results of several passes one below the other."""
+def concatenated(results: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of several passes in one tensor."""
     return results[0] if len(results) == 1 else torch.cat([*results])
 
 
-def chosen_tokens(logits: torch.Tensor, rows: PassRows) -> torch.Tensor:
-    """Return the token of each row of logits `[w, vocab]`, int64; see `PassResults`."""
+def select_tokens(logits: torch.Tensor, rows: PassRows) -> torch.Tensor:
+    """Return the token of each row of logits `[w, vocab]`, `[w]` int64; see `PassResults`."""
     best = likeliest(logits)
     if not len(rows.draws):
         return best
-    drawn = DrawnRows.of(rows.draws, rows.positions[rows.wanted])
-    tokens = draw(logits, drawn, philox_on(logits.device))
-    return torch.where(drawn.scale[:, 0] > 0, tokens, best)
+    drawn_rows = DrawnRows.of(rows.draws, rows.positions[rows.wanted])
+    drawn = draw(logits, drawn_rows, philox_on(logits.device))
+    return torch.where(drawn_rows.scale[:, 0] > 0, drawn, best)
 
 
 def philox_on(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Return the function that does what `philox` does on a device.
-
-    On CUDA that is a Triton kernel, where Triton is installed.
-    """
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    """Return the `philox` of a device: a Triton kernel where these run, else the reference."""
+    if not runs_triton(device):
         return philox
     from quickbeam.models.torch import fused_noise
 

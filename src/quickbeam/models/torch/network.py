@@ -21,7 +21,7 @@ from quickbeam.models.stack import (
     Rotary,
     Stack,
 )
-from quickbeam.models.torch.attention import Angles, AttentionLayer, PassInputs, attention_on
+from quickbeam.models.torch.attention import AttentionLayer, CosSin, PassInputs, attention_on
 from quickbeam.models.torch.feed_forward import (
     ExpertsLayer,
     FeedForwardLayer,
@@ -44,7 +44,8 @@ class Embedding(nn.Module):
 
     def __init__(self, weight: nn.Parameter, scale: float) -> None:
         super().__init__()
-        self.weight, self.embed_scale = weight, scale
+        self.weight = weight
+        self.embed_scale = scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = F.embedding(ids, self.weight)
@@ -52,38 +53,44 @@ class Embedding(nn.Module):
 
 
 class PerLayerEmbeddings(nn.Module):
-    """Makes the inputs that each layer has of its own (`stack.PerLayerInputs`)."""
+    """Computes an input for each layer from the tokens' ids (`stack.PerLayerInputs`)."""
 
     def __init__(self, per_layer: PerLayerInputs, layers: int, reader: Reader) -> None:
         super().__init__()
-        self.per_layer, self.layers = per_layer, layers
+        self.per_layer = per_layer
+        self.layers = layers
         self.table = reader.table(per_layer.table)
-        self.projection, self.norm = (
-            reader.product(per_layer.projection),
-            reader.norm(per_layer.norm),
-        )
+        self.projection = reader.product(per_layer.projection)
+        self.norm = reader.norm(per_layer.norm)
 
     def forward(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return `[n, layers, width]` for `tokens` `[n]`, whose embeddings are `x` `[n, d]`."""
-        apart = self.layers, self.per_layer.width
-        rows = F.embedding(tokens, self.table).float() * self.per_layer.scale
-        rows = torch.unflatten(rows, -1, apart)
-        projected = torch.unflatten(self.projection(x) * self.per_layer.factor, -1, apart)
-        result: torch.Tensor = (self.norm(projected) + rows) * self.per_layer.mixed
+        shape = (self.layers, self.per_layer.width)
+        embedded = F.embedding(tokens, self.table).float() * self.per_layer.scale
+        embedded = torch.unflatten(embedded, -1, shape)
+        projected = self.projection(x) * self.per_layer.factor
+        projected = torch.unflatten(projected, -1, shape)
+        result: torch.Tensor = (self.norm(projected) + embedded) * self.per_layer.mixed
         return result
 
 
 class PerLayerInputLayer(nn.Module):
-    """A layer's use of its own input (`stack.PerLayerInput`)."""
+    """What a layer adds for its input of `PerLayerEmbeddings` (`stack.PerLayerInput`)."""
 
     def __init__(self, per_layer: PerLayerInput, reader: Reader) -> None:
         super().__init__()
-        self.gate, self.out = reader.product(per_layer.gate), reader.product(per_layer.out)
-        self.activation, self.after = per_layer.activation, reader.norm(per_layer.after)
+        self.gate = reader.product(per_layer.gate)
+        self.out = reader.product(per_layer.out)
+        self.activation = ACTIVATIONS[per_layer.activation]
+        self.after = reader.norm(per_layer.after)
 
-    def forward(self, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the residual stream `x` `[n, d]`; `own`: `[n, width]`."""
-        added: torch.Tensor = self.after(self.out(ACTIVATIONS[self.activation](self.gate(x)) * own))
+    def forward(self, x: torch.Tensor, layer_input: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the residual stream `x` `[n, d]`.
+
+        `layer_input`: `[n, width]`.
+        """
+        gate = self.activation(self.gate(x))
+        added: torch.Tensor = self.after(self.out(gate * layer_input))
         return added
 
 
@@ -169,7 +176,7 @@ class HiddenInputLayer(nn.Module):
 
 
 class Block(nn.Module):
-    """Layer `index` of a stack (`stack.Layer`): what it makes of the residual stream `[n, d]`."""
+    """Layer `index` of a stack (`stack.Layer`): the residual stream `[n, d]` to the next one."""
 
     def __init__(self, layer: Layer, index: int, reader: Reader) -> None:
         super().__init__()
@@ -224,7 +231,7 @@ class Block(nn.Module):
         if self.recurrent is not None:
             mixed = mixed + self.attention_after(self.recurrent(source, inputs)) * layer.residual
 
-        # the feed-forward, which may read what attention read
+        # the feed-forward, which may have the same input as attention
         if layer.parallel:
             if layer.feed_forward_before is not None:
                 source = self.feed_forward_before(x)
@@ -232,15 +239,15 @@ class Block(nn.Module):
         else:
             x = x + mixed
             source = self.feed_forward_before(x)
-        fed: torch.Tensor | None = None
+        result: torch.Tensor | None = None
         if self.experts is not None:
-            fed = self.experts(source, inputs.rows)
+            result = self.experts(source, inputs.rows)
         elif self.feed_forward is not None:
-            fed = self._between(1, source, self.feed_forward)
+            result = self._between(1, source, self.feed_forward)
         if self.parallel_experts is not None:
-            fed = self.parallel_experts(x, inputs.rows, fed)
-        if fed is not None:
-            x = x + self.feed_forward_after(fed) * layer.residual
+            result = self.parallel_experts(x, inputs.rows, result)
+        if result is not None:
+            x = x + self.feed_forward_after(result) * layer.residual
 
         if self.per_layer is not None:
             x = x + self.per_layer(x, own)
@@ -261,7 +268,8 @@ class Block(nn.Module):
 class LayerStack(nn.Module):
     """The layers of a `Stack` and its last norm, with their weights on `device`.
 
-    `parameters` are released as they are read. `packed`: weights of 4 bits stay packed.
+    The memory of `parameters` is released as they are read. `packed`: weights of 4 bits stay
+    packed.
     """
 
     def __init__(
@@ -292,7 +300,7 @@ class LayerStack(nn.Module):
             if one.rotary is not None
         }
 
-    def angles_at(self, positions: torch.Tensor) -> dict[Rotary, Angles]:
+    def angles_at(self, positions: torch.Tensor) -> dict[Rotary, CosSin]:
         """Return the angles of rows at `positions` `[n]`, of all kinds of layers."""
         return {rotary: angles.at(positions) for rotary, angles in self.angles.items()}
 
@@ -364,16 +372,20 @@ class Network(LayerStack):
         return sum(product.weight.nbytes for product in products)
 
     def zero_states(self) -> State:
-        """Return the states of an empty sequence, by the numbers of recurrent layers."""
-        recurrent: list[Any] = [block.recurrent for block in self.blocks]
-        return {i: one.zeros() for i, one in enumerate(recurrent) if one is not None}
+        """Return the states of an empty sequence, by the indices of recurrent layers."""
+        states = State()
+        for index, block in enumerate(self.blocks):
+            recurrent: Any = block.recurrent
+            if recurrent is not None:
+                states[index] = recurrent.zeros()
+        return states
 
     def forward(
         self, rows: PassRows, pool: RowPool, watched: Sequence[int] = ()
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the residual stream after all layers, `[n, d]`, and after those of `watched`.
 
-        Number i of `watched` means after i layers; one more than there are layers means behind the
+        An i in `watched` means after i layers. One more than the number of layers means after the
         final norm.
         """
         x = self._embed(rows.tokens, rows.positions)
@@ -391,9 +403,9 @@ class Network(LayerStack):
         return soft_cap(logits, self.stack.softcap)
 
     def _embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        rows = F.embedding(tokens, self.embedding.weight).float()
-        x: torch.Tensor = self.embedding_norm(rows * self.stack.scale)
+        embedded = F.embedding(tokens, self.embedding.weight).float()
+        x: torch.Tensor = self.embedding_norm(embedded * self.stack.scale)
         if self.positions is None:
             return x
-        rows = positions + self.stack.first_position
-        return x + F.embedding(rows, self.positions).float()
+        indices = positions + self.stack.first_position
+        return x + F.embedding(indices, self.positions).float()

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from quickbeam.models.native.library import FORMATS
-from quickbeam.models.native.quantised import BlockRows, input_order_of
+from quickbeam.models.native.quantised import BlockRows, Weight, input_order_of
 
 PACKED_FORMATS = {"w4g32", "w4g128"}  # of AWQ, GPTQ and compressed-tensors (`prequantised.py`)
-HALF = 16  # inputs of low halves of bytes; the next 16 are of the high ones
+HALF = 16  # low halves of bytes hold 16 inputs, and high halves the next 16
 
 
 class PackedWeight(NamedTuple):
-    """A weight `[outputs, inputs]` whose numbers are `(q - zero) * scale`, q from 0 to 15.
+    """A weight `[outputs, inputs]` whose elements are `(q - zero) * scale`, q from 0 to 15.
 
-    `values`: `[outputs, inputs / 2]` uint8. A byte is of two inputs that stand 16 apart, the first
-    in the low half: of every 32 inputs, byte i is of inputs i and i + 16. `scales` float32, `zeros`
-    uint8: `[outputs, groups]`, each of so many inputs. `order`: which input each number is for,
-    `[inputs]` int64; None: the first is for the first.
+    `values`: `[outputs, inputs / 2]` uint8. Of every 32 inputs, byte i holds q of input i in its
+    low half, and q of input i + 16 in its high half. `scales`: `[outputs, groups]` float32.
+    `zeros`: `[outputs, groups]` uint8. `order`: the input of each column, `[inputs]` int64; None:
+    columns are in the order of the inputs.
     """
 
     values: torch.Tensor
@@ -30,24 +30,26 @@ class PackedWeight(NamedTuple):
     order: torch.Tensor | None
 
     @classmethod
-    def of(cls, weights: Sequence[Any]) -> PackedWeight | None:
-        """Return weights one below the other; None where they can't be packed together.
-
-        They are tensors, or `BlockRows`.
-        """
+    def of(cls, weights: Sequence[Weight]) -> PackedWeight | None:
+        """Return weights one below the other; None where they can't be packed together."""
         blocks = [weight for weight in weights if isinstance(weight, BlockRows)]
-        names = {rows.name for rows in blocks}
-        if len(blocks) < len(weights) or len(names) > 1 or not names <= PACKED_FORMATS:
+        if len(blocks) < len(weights):
             return None
-        order, *others = map(input_order_of, blocks)
-        if not all(same_order(order, other) for other in others):
+        name = blocks[0].name
+        if name not in PACKED_FORMATS or any(rows.name != name for rows in blocks):
             return None
-        block = FORMATS[names.pop()].bytes
-        data = torch.unflatten(torch.cat([rows.data for rows in blocks]), -1, (-1, block))
-        scales = data[..., :4].contiguous().view(torch.float32).squeeze(-1)
-        values = data[..., 5:].flatten(1).contiguous()
-        zeros = data[..., 4].contiguous()
-        return cls(values, scales, zeros, None if order is None else order.long())
+        order = input_order_of(blocks[0])
+        if not all(same_order(order, input_order_of(rows)) for rows in blocks):
+            return None
+        # a block is its scale (4 bytes), its zero (1 byte) and its values
+        data = torch.cat([rows.data for rows in blocks])
+        data = torch.unflatten(data, -1, (-1, FORMATS[name].bytes))
+        return cls(
+            values=data[..., 5:].flatten(1).contiguous(),
+            scales=data[..., :4].contiguous().view(torch.float32).squeeze(-1),
+            zeros=data[..., 4].contiguous(),
+            order=None if order is None else order.long(),
+        )
 
     @property
     def group(self) -> int:
@@ -59,21 +61,25 @@ class PackedWeight(NamedTuple):
         return self.values.nbytes + self.scales.nbytes + self.zeros.nbytes
 
     def to(self, device: torch.device) -> PackedWeight:
-        """Return it on a device."""
-        order = None if self.order is None else self.order.to(device)
-        values, scales = self.values.to(device), self.scales.to(device)
-        return PackedWeight(values, scales, self.zeros.to(device), order)
+        """Return this weight on a device."""
+        return PackedWeight(
+            values=self.values.to(device),
+            scales=self.scales.to(device),
+            zeros=self.zeros.to(device),
+            order=None if self.order is None else self.order.to(device),
+        )
 
     def dense(self) -> torch.Tensor:
-        """Return the numbers, `[outputs, inputs]` float32, in the order of `values`."""
-        bytes_of = torch.unflatten(self.values, -1, (-1, HALF))
-        q = torch.stack([bytes_of & 15, bytes_of >> 4], -2).flatten(1)
+        """Return the elements, `[outputs, inputs]` float32, columns in the order of `values`."""
+        packed = torch.unflatten(self.values, -1, (-1, HALF))
+        q = torch.stack([packed & 15, packed >> 4], -2).flatten(1)
         zeros = self.zeros.float().repeat_interleave(self.group, 1)
-        return (q.float() - zeros) * self.scales.repeat_interleave(self.group, 1)
+        scales = self.scales.repeat_interleave(self.group, 1)
+        return (q.float() - zeros) * scales
 
 
 def same_order(order: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether two weights read their inputs in one order."""
+    """Whether two weights read their inputs in the same order."""
     if order is None or other is None:
         return order is other
     return torch.equal(order, other)
@@ -82,19 +88,20 @@ def same_order(order: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 class PackedProduct(nn.Module):
     """A product as `Product`, by a weight of 4 bits: `[n, inputs]` to `[n, outputs]` float32.
 
-    `dtype`: the number format in which it is computed, to which the weight's numbers are rounded.
+    `dtype`: the number format of the product, to which the weight's elements are rounded.
     """
 
     def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = weight
-        self.bias, self.dtype = bias, dtype
+        self.bias = bias
+        self.dtype = dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from quickbeam.models.torch.fused_product import multiply_packed
 
-        x = x.to(self.dtype)
         weight = self.weight
+        x = x.to(self.dtype)
         if weight.order is not None:
             x = x[:, weight.order]
         result = multiply_packed(x, weight.values, weight.scales, weight.zeros)

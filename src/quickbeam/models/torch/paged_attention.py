@@ -16,10 +16,10 @@ BLOCK = 64  # rows whose keys are gathered at a time
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """What attention needs to know of one layer besides its keys and values.
+    """The parameters of a layer's attention.
 
-    `index`: the number of the layer whose keys and values are read. `scaling`: the factor of its
-    scores. `window`: tokens of its sliding window, `softcap`: the cap of its scores; None for none.
+    `index`: the layer whose keys and values are read. `scaling`: the factor of scores. `window`:
+    tokens of the sliding window; None for none. `softcap`: the bound of scores; None for none.
     `causal`: rows see no keys of later positions, whatever the pass says.
     """
 
@@ -45,24 +45,25 @@ def attend(
     query: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what the rows read: `[n, heads, key_dim]` to `[n, heads * value_dim]` float32.
+    """Return softmax(query @ key.T * scaling) @ value, `[n, heads * value_dim]` float32.
 
-    `sinks`: a logit of each head that no value belongs to, `[heads]` (2508.10925).
+    Each row reads the keys and values in the pool that it sees. `query`: `[n, heads, key_dim]`.
+    `sinks`: for each head a logit without a value, `[heads]` (2508.10925).
     """
-    key, value = pool.key[params.index], pool.value[params.index]
     visible = rows.visible(params.window, params.causal)
-    results = []
-    for block, keys in _blocks(rows):
-        seen = visible[block, : keys.shape[-1]]
-        own = key[keys].float(), value[keys].float()
-        results.append(_attend(query[block], *own, seen, params, sinks))
+    results = list[torch.Tensor]()
+    for block, slots in _blocks(rows):
+        key = pool.key[params.index][slots].float()
+        value = pool.value[params.index][slots].float()
+        block_visible = visible[block, : slots.shape[-1]]
+        results.append(_attend(query[block], key, value, block_visible, params, sinks))
     return torch.cat(results)
 
 
 def _blocks(rows: PassRows) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield which rows attend together, and which rows of the pool they read.
+    """Yield slices of rows that attend together, and the rows of the pool that they read.
 
-    These are `[n, K]`, or `[K]` for all rows of a text alike.
+    The latter are `[n, K]`, or `[K]` where all rows are of one text and read the same.
     """
     first = 0
     for text in [*rows.texts, range(len(rows.positions), len(rows.positions))]:
@@ -88,13 +89,13 @@ def _attend(
     `visible`: `[n, K]`.
     """
     kv_heads = key.shape[-2]
-    rows = "n" if key.dim() == 4 else ""
+    rows = "n" if key.dim() == 4 else ""  # whether keys and values have a dimension of rows
     grouped = torch.unflatten(query.float(), 1, (kv_heads, -1))  # [n, kv_heads, group, dim]
     score = torch.einsum(f"nhgd,{rows}khd->nhgk", grouped, key) * params.scaling
     score = soft_cap(score, params.softcap)
     score = score.masked_fill(~visible[:, None, None], -torch.inf)
     if sinks is not None:
-        of_heads = sinks.float().view(1, kv_heads, -1, 1).expand(len(score), -1, -1, -1)
-        score = torch.cat([score, of_heads], -1)
-    weight = score.softmax(-1)[..., : visible.shape[-1]]
+        sink_score = sinks.float().view(1, kv_heads, -1, 1).expand(len(score), -1, -1, -1)
+        score = torch.cat([score, sink_score], -1)
+    weight = score.softmax(-1)[..., : visible.shape[-1]]  # [n, kv_heads, group, K]
     return torch.einsum(f"nhgk,{rows}khd->nhgd", weight, value).flatten(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,12 +13,12 @@ from quickbeam.models.cache.kv import Page, Pool, SequenceCache
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.torch.states import State, TorchStates
 
-FIRST_BYTES = 2**30  # of keys and values that are made at once on CUDA
+FIRST_BYTES = 2**30  # of keys and values that are allocated at once on CUDA
 
 
-def to_device(numbers: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy numbers of the host to the device; on CUDA, without waiting for it."""
-    tensor = torch.as_tensor(numbers)
+def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy an array of the host to the device; on CUDA, without waiting for the copy."""
+    tensor = torch.as_tensor(array)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -26,11 +27,11 @@ def to_device(numbers: np.ndarray | torch.Tensor, device: torch.device) -> torch
 class RowPool(Pool):
     """Pages that are rows of two tensors a layer, for keys and for values.
 
-    `key[i]`, `value[i]`: of layer i, `[rows, kv_heads, dim]`. Layers of one shape are parts of one
-    tensor `[layers, rows, kv_heads, dim]`, so that rows are moved for all of them at once. Page 0
-    belongs to no sequence: row 0 is what a row reads in place of keys that it doesn't see, and the
-    last row is where rows that belong to no sequence write. `zeros`: the state of an empty
-    sequence. `generation` changes when the tensors are replaced by larger ones.
+    `key[i]`, `value[i]`: keys and values of layer i, `[rows, kv_heads, dim]`. Layers of one shape
+    are views of one tensor `[layers, rows, kv_heads, dim]`, so that rows are moved for all of them
+    at once. Page 0 belongs to no sequence. Its row 0 is read in place of keys that a row doesn't
+    see, and rows of padding write to its last row. `zeros`: the state of an empty sequence.
+    `generation` changes when the tensors are replaced by larger ones.
     """
 
     page = 64
@@ -43,38 +44,36 @@ class RowPool(Pool):
         zeros: State | None = None,
     ) -> None:
         super().__init__()
-        self.dtype, self.device, self.zeros = dtype, device, zeros or {}
-        numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
-        self.page_bytes = self.page * dtype.itemsize * numbers
-        self._shapes, self._made, self.generation = list(shapes), 1, 0
-        self._stacked = [
-            torch.zeros(count, self.page, heads, dim, dtype=dtype, device=device)
-            for (heads, dim), count in self._kinds().items()
-        ]
-        self._divide()
-        if zeros:
-            kept = [one for state in zeros.values() for one in state if one is not None]
-            self.set_state_size(sum(one.nbytes for one in kept))
+        self.dtype = dtype
+        self.device = device
+        self.zeros = zeros or {}
+        self.generation = 0
+        elements = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
+        self.page_bytes = self.page * dtype.itemsize * elements
+        self._shapes = list(shapes)
+        self._page_count = 1
 
-    def _kinds(self) -> dict[tuple[int, int], int]:
-        """Return how many tensors of `[rows, heads, dim]` there are, by heads and dim."""
-        kinds = dict[tuple[int, int], int]()
-        for heads, *dims in self._shapes:
-            for dim in dims:
-                kinds[heads, dim] = kinds.get((heads, dim), 0) + 1
-        return kinds
+        # how many tensors there are of each shape `[rows, heads, dim]`
+        counts = Counter[tuple[int, int]]()
+        for shape in shapes:
+            counts[shape.kv_heads, shape.key_dim] += 1
+            counts[shape.kv_heads, shape.value_dim] += 1
+        self._stacked = dict[tuple[int, int], torch.Tensor]()
+        for (heads, dim), count in counts.items():
+            size = (count, self.page, heads, dim)
+            self._stacked[heads, dim] = torch.zeros(size, dtype=dtype, device=device)
+        self._set_views()
+        if self.zeros:
+            self.set_state_size(sum(state.nbytes for state in self.zeros.values()))
 
-    def _divide(self) -> None:
-        """Set `key` and `value` to the parts of the stacked tensors."""
-        parts = {
-            kind: iter(stacked) for kind, stacked in zip(self._kinds(), self._stacked, strict=True)
-        }
-        pairs = [
-            (next(parts[heads, key_dim]), next(parts[heads, value_dim]))
-            for heads, key_dim, value_dim in self._shapes
-        ]
-        self.key = [key for key, _ in pairs]
-        self.value = [value for _, value in pairs]
+    def _set_views(self) -> None:
+        """Set `key` and `value` to views of the stacked tensors."""
+        views = {shape: iter(stacked) for shape, stacked in self._stacked.items()}
+        self.key = list[torch.Tensor]()
+        self.value = list[torch.Tensor]()
+        for shape in self._shapes:
+            self.key.append(next(views[shape.kv_heads, shape.key_dim]))
+            self.value.append(next(views[shape.kv_heads, shape.value_dim]))
 
     def make_state(self) -> State:
         return {}
@@ -84,28 +83,27 @@ class RowPool(Pool):
 
     @property
     def rows(self) -> int:
-        """How many rows the tensors have."""
-        return self._stacked[0].shape[1]
+        """The rows of each tensor."""
+        return len(self.key[0])
 
     @inference
     def make(self) -> Page:
-        rows = (self._made + 1) * self.page
+        rows = (self._page_count + 1) * self.page
         if rows > self.rows:
-            more = max(rows, self._grown() * self.page) - self.rows
-            self._stacked = [
-                torch.cat([old, old.new_zeros(len(old), more, *old.shape[2:])], 1)
-                for old in self._stacked
-            ]
-            self._divide()
+            added = max(rows, self._next_capacity() * self.page) - self.rows
+            for shape, stacked in self._stacked.items():
+                zeros = stacked.new_zeros(len(stacked), added, *shape)
+                self._stacked[shape] = torch.cat([stacked, zeros], 1)
+            self._set_views()
             self.generation += 1
-        self._made += 1
-        return Page(self._made - 1)
+        self._page_count += 1
+        return Page(self._page_count - 1)
 
-    def _grown(self) -> int:
+    def _next_capacity(self) -> int:
         """Return how many pages the tensors should have next.
 
-        They grow by half at least, since everything is copied. On CUDA growth also makes all graphs
-        useless, so they begin large there, but not larger than the limit.
+        The tensors grow by half at least, since everything is copied. On CUDA, graphs also have to
+        be captured anew. So the tensors begin large on CUDA, but not larger than the limit.
         """
         pages = self.rows // self.page * 3 // 2
         if self.device.type == "cuda":
@@ -116,17 +114,18 @@ class RowPool(Pool):
 
     @inference
     def copy(self, source: Page, target: Page) -> None:
-        for stacked in self._stacked:
+        for stacked in self._stacked.values():
             pages = torch.unflatten(stacked, 1, (-1, self.page))
             pages[:, target.data] = pages[:, source.data]
 
     @inference
     def move(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy the rows `source` to the rows `target`, of all layers."""
-        both = to_device(np.concatenate([source, target]), self.device)
-        read, written = both[: len(source)], both[len(source) :]
-        for stacked in self._stacked:
-            stacked.index_copy_(1, written, stacked.index_select(1, read))
+        indices = to_device(np.concatenate([source, target]), self.device)
+        source_rows = indices[: len(source)]
+        target_rows = indices[len(source) :]
+        for stacked in self._stacked.values():
+            stacked.index_copy_(1, target_rows, stacked.index_select(1, source_rows))
 
 
 class RowStore(SequenceCache):
@@ -137,11 +136,13 @@ class RowStore(SequenceCache):
     def __init__(self, pool: RowPool) -> None:
         super().__init__(pool)
         self.page_numbers = np.zeros(0, np.int64)
-        self._states: TorchStates | None = TorchStates(pool, pool.zeros) if pool.zeros else None
+        self._states: TorchStates | None = None
+        if pool.zeros:
+            self._states = TorchStates(pool, pool.zeros)
 
     @property
     def states(self) -> TorchStates:
-        """Those of recurrent layers, which the model must have."""
+        """The states of recurrent layers, which the model must have."""
         assert self._states is not None
         return self._states
 
@@ -149,9 +150,12 @@ class RowStore(SequenceCache):
         self.page_numbers = np.array([page.data for page in self.pages], np.int64)
 
     def rows(self, orders: np.ndarray) -> np.ndarray:
-        """Return the rows of the pool in which these orders live."""
-        rows: np.ndarray = self.page_numbers[orders // self.page] * self.page + orders % self.page
+        """Return the rows of the pool of tokens with these orders (`SequenceCache`)."""
+        pages = self.page_numbers[orders // self.page]
+        rows: np.ndarray = pages * self.page + orders % self.page
         return rows
 
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
-        self.pool.move(*(self.rows(np.array(orders, np.int64)) for orders in (source, target)))
+        source_rows = self.rows(np.array(source, np.int64))
+        target_rows = self.rows(np.array(target, np.int64))
+        self.pool.move(source_rows, target_rows)

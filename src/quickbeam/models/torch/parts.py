@@ -1,4 +1,4 @@
-"""What layers are made of: products, norms, activations, and how they are read."""
+"""The parts of layers: products, norms and activations, and the reader that makes them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def constant(tensor: torch.Tensor) -> Any:
 class Product(nn.Module):
     """`weight @ x + bias`: `[..., inputs]` in any format to `[..., outputs]` float32.
 
-    `weight`: `[outputs, inputs]`, in whose format the product is computed. `bias`: `[outputs]`.
-    `multiply` computes it, and may be replaced.
+    `weight`: `[outputs, inputs]`. The product is computed in its number format. `bias`:
+    `[outputs]`. `multiply` is the function that computes the product; it may be replaced.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -59,22 +59,25 @@ class NormLayer(nn.Module):
 
     def __init__(self, norm: Norm, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.epsilon, self.centred = norm.epsilon, norm.centred
-        self.weight, self.bias = weight, bias
+        self.epsilon = norm.epsilon
+        self.centred = norm.centred
+        self.weight = weight
+        self.bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.float()
         if self.centred:
             x = x - x.mean(-1, keepdim=True)
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
+        variance = x.square().mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.epsilon)
         if self.weight is not None:
-            several = self.weight.numel() > x.shape[-1]
-            x = x * (self.weight.view(x.shape[-2:]) if several else self.weight)
+            of_heads = self.weight.numel() > x.shape[-1]
+            x = x * (self.weight.view(x.shape[-2:]) if of_heads else self.weight)
         return x if self.bias is None else x + self.bias
 
 
 def dense(weight: Weight) -> torch.Tensor:
-    """Return the numbers of a weight, which may be in blocks of few bits."""
+    """Return a weight as a plain tensor; it may be in blocks of few bits."""
     if isinstance(weight, torch.Tensor):
         return weight
     kernels = library.kernels()
@@ -85,7 +88,7 @@ def dense(weight: Weight) -> torch.Tensor:
 class Reader:
     """Makes the parts of layers from a model's `parameters`.
 
-    They are on `device`, and products are in `dtype`. `packed`: weights of 4 bits stay packed.
+    The parts are on `device`, and products are in `dtype`. `packed`: weights of 4 bits stay packed.
     """
 
     def __init__(
@@ -95,7 +98,9 @@ class Reader:
         dtype: torch.dtype,
         packed: bool = False,
     ) -> None:
-        self._parameters, self._device, self._dtype = parameters, device, dtype
+        self._parameters = parameters
+        self._device = device
+        self._dtype = dtype
         self._packed = packed
 
     def table(self, name: Name) -> Any:
@@ -116,7 +121,8 @@ class Reader:
         packed = PackedWeight.of(weights) if self._packed else None
         if packed is None:
             return self.dense_product(linear)
-        return PackedProduct(packed.to(self._device), self._bias(linear, self._dtype), self._dtype)
+        bias = self._bias(linear, self._dtype)
+        return PackedProduct(packed.to(self._device), bias, self._dtype)
 
     def dense_product(self, linear: Linear, dtype: torch.dtype | None = None) -> Product:
         """Return a product whose weight is widened, in `dtype` if one is given."""

@@ -15,11 +15,12 @@ LENGTH_EPSILON = 1e-6  # of the squared length of queries and keys of the delta 
 
 
 class CausalConvolution(nn.Module):
-    """A convolution of each channel over a text's last `taps` tokens."""
+    """A convolution of each channel over a text's last `taps` tokens (its kernel size)."""
 
     def __init__(self, recurrent: Recurrent, reader: Reader) -> None:
         super().__init__()
-        self.taps, self.channels = recurrent.taps, recurrent.channels
+        self.taps = recurrent.taps
+        self.channels = recurrent.channels
         self.weight = reader.vector(recurrent.weight)
         self.bias = reader.optional_vector(recurrent.bias)
 
@@ -42,15 +43,17 @@ class ShortConvLayer(nn.Module):
 
     def __init__(self, short: ShortConv, index: int, reader: Reader) -> None:
         super().__init__()
-        self.index, self.factor = index, short.factor
-        self.into, self.out = reader.product(short.into), reader.product(short.out)
+        self.index = index
+        self.factor = short.factor
+        self.into = reader.product(short.into)
+        self.out = reader.product(short.out)
         self.convolution = CausalConvolution(short, reader)
 
     def forward(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
-        gate, gate_out, value = self.into(x).chunk(3, -1)
+        gate, out_gate, value = self.into(x).chunk(3, -1)
         calls = inputs.rows.recurrent_calls
         convolved = run_along_paths(calls, self.index, self._convolve, gate * value)
-        result: torch.Tensor = self.out(gate_out * convolved) * self.factor
+        result: torch.Tensor = self.out(out_gate * convolved) * self.factor
         return result
 
     def _convolve(self, state: LayerState, x: torch.Tensor) -> tuple[torch.Tensor, LayerState]:
@@ -63,14 +66,29 @@ class ShortConvLayer(nn.Module):
 
 
 class LinearAttentionLayer(nn.Module):
-    """A layer whose heads keep a matrix each (`stack.LinearAttention`): `[n, d]` to `[n, d]`."""
+    """A gated delta rule or Mamba-2 (`stack.LinearAttention`): `[n, d]` to `[n, d]`.
+
+    Each head has a state S `[key_dim, value_dim]`. For each token t:
+
+        decay_t  = exp(-exp(log_slope) * softplus(step_t + shift))
+        update_t = rate_t * (value_t - (decay_t * S_(t-1))^T key_t)     delta rule
+        update_t = rate_t * value_t                                     Mamba-2
+        S_t      = decay_t * S_(t-1) + key_t update_t^T
+        result_t = S_t^T query_t
+
+    The rate is the sigmoid of a projection in the gated delta rule (2412.06464), and
+    softplus(step_t + shift) in Mamba-2 (2405.21060).
+    """
 
     def __init__(self, linear: LinearAttention, index: int, reader: Reader) -> None:
         super().__init__()
-        self.linear, self.index = linear, index
-        self.into, self.out = reader.product(linear.into), reader.product(linear.out)
+        self.linear = linear
+        self.index = index
+        self.into = reader.product(linear.into)
+        self.out = reader.product(linear.out)
         self.convolution = CausalConvolution(linear, reader)
-        self.log_slope, self.shift = reader.vector(linear.log_slope), reader.vector(linear.shift)
+        self.log_slope = reader.vector(linear.log_slope)
+        self.shift = reader.vector(linear.shift)
         self.skip = reader.optional_vector(linear.skip)
         self.norm = reader.norm(linear.norm)
 
@@ -79,19 +97,20 @@ class LinearAttentionLayer(nn.Module):
         values = linear.heads * linear.value_dim
         rates = linear.heads if linear.delta else 0
         sizes = [linear.channels, values, rates, linear.heads]
-        convolved, gate, rate, step = torch.split(self.into(x), sizes, -1)
-        gate, step = gate * linear.gate_scale, step * linear.step_scale
+        qkv, gate, rate, step = torch.split(self.into(x), sizes, -1)
+        gate = gate * linear.gate_scale
+        step = step * linear.step_scale
         if not linear.delta:
             keys = linear.key_heads * linear.key_dim
-            parts = torch.split(convolved, [values, keys, keys], -1)
+            parts = torch.split(qkv, [values, keys, keys], -1)
             scaled = [part * scale for part, scale in zip(parts, linear.scales, strict=True)]
-            convolved = torch.cat(scaled, -1)
+            qkv = torch.cat(scaled, -1)
         step = F.softplus(step + self.shift).clamp(linear.least, linear.most)
-        # what a value is taken times before it is added to the state
-        rate = rate.sigmoid() if linear.delta else step
+        rate = rate.sigmoid() if linear.delta else step  # [n, heads]
+        decay = (-self.log_slope.exp() * step).exp()  # [n, heads]
+
         calls = inputs.rows.recurrent_calls
-        rows = convolved, rate, (-self.log_slope.exp() * step).exp()
-        mixed = run_along_paths(calls, self.index, self._recur, *rows)
+        mixed = run_along_paths(calls, self.index, self._recur, qkv, rate, decay)
         mixed = torch.unflatten(mixed, -1, (linear.groups, -1))
         gate = torch.unflatten(F.silu(gate), -1, (linear.groups, -1))
         mixed = self.norm(mixed * gate) if linear.norm_last else self.norm(mixed) * gate
@@ -103,20 +122,22 @@ class LinearAttentionLayer(nn.Module):
     ) -> tuple[torch.Tensor, LayerState]:
         """Return `[b, m, heads * value_dim]`, and the states behind the last tokens.
 
-        `x`: what is convolved, `[b, m, channels]`. `rate`, `decay`: `[b, m, heads]`.
+        `x`: queries, keys and values before the convolution, `[b, m, channels]`. `rate`, `decay`:
+        `[b, m, heads]`.
         """
         convolved, last = self.convolution(x, state.conv)
         query, key, value = self._heads(F.silu(convolved))
-        matrix, results = state.recurrent, []
+        matrix = state.recurrent  # [b, heads, key_dim, value_dim]
         assert matrix is not None
-        for i in range(x.shape[1]):
-            matrix = matrix * decay[:, i, :, None, None]
-            added = value[:, i]
+        results = list[torch.Tensor]()
+        for t in range(x.shape[1]):
+            matrix = matrix * decay[:, t, :, None, None]
+            update = value[:, t]
             if self.linear.delta:
-                added = added - torch.einsum("bhkv,bhk->bhv", matrix, key[:, i])
-            added = added * rate[:, i, :, None]
-            matrix = matrix + key[:, i, ..., None] * added[:, :, None]
-            results.append(torch.einsum("bhkv,bhk->bhv", matrix, query[:, i]))
+                update = update - torch.einsum("bhkv,bhk->bhv", matrix, key[:, t])
+            update = update * rate[:, t, :, None]
+            matrix = matrix + key[:, t, ..., None] * update[:, :, None]
+            results.append(torch.einsum("bhkv,bhk->bhv", matrix, query[:, t]))
         result = torch.stack(results, 1)
         if self.skip is not None:
             result = result + self.skip[:, None] * value
@@ -125,30 +146,41 @@ class LinearAttentionLayer(nn.Module):
     def _heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys `[b, m, heads, key_dim]` and values `[b, m, heads, value_dim]`."""
         linear = self.linear
-        keys, values = linear.key_heads * linear.key_dim, linear.heads * linear.value_dim
+        keys = linear.key_heads * linear.key_dim
+        values = linear.heads * linear.value_dim
         if linear.delta:
             query, key, value = torch.split(x, [keys, keys, values], -1)
         else:
             value, key, query = torch.split(x, [values, keys, keys], -1)
-        query, key = (torch.unflatten(part, -1, (linear.key_heads, -1)) for part in (query, key))
+        query = torch.unflatten(query, -1, (linear.key_heads, -1))
+        key = torch.unflatten(key, -1, (linear.key_heads, -1))
         if linear.delta:
-            query, key = (
-                part * torch.rsqrt(part.square().sum(-1, keepdim=True) + LENGTH_EPSILON)
-                for part in (query, key)
-            )
-            query = query / linear.key_dim**0.5
-        served = linear.heads // linear.key_heads
-        if linear.tiled:
-            query, key = (part.repeat(1, 1, served, 1) for part in (query, key))
-        else:
-            query, key = (part.repeat_interleave(served, 2) for part in (query, key))
-        return query, key, torch.unflatten(value, -1, (linear.heads, -1))
+            query = unit_length(query) / linear.key_dim**0.5
+            key = unit_length(key)
+        query = self._repeat_heads(query)
+        key = self._repeat_heads(key)
+        value = torch.unflatten(value, -1, (linear.heads, -1))
+        return query, key, value
+
+    def _repeat_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Repeat `[b, m, key_heads, key_dim]` for all heads of values."""
+        group = self.linear.heads // self.linear.key_heads
+        if self.linear.tiled:
+            return x.repeat(1, 1, group, 1)
+        return x.repeat_interleave(group, 2)
 
     def zeros(self) -> LayerState:
         """Return the state of an empty text."""
-        linear, device = self.linear, self.shift.device
-        sizes = linear.heads, linear.key_dim, linear.value_dim
-        return LayerState(self.convolution.zeros(), torch.zeros(*sizes, device=device))
+        linear = self.linear
+        shape = (linear.heads, linear.key_dim, linear.value_dim)
+        matrix = torch.zeros(shape, device=self.shift.device)
+        return LayerState(self.convolution.zeros(), matrix)
+
+
+def unit_length(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` divided by its length over the last dimension."""
+    squared_length = x.square().sum(-1, keepdim=True)
+    return x * torch.rsqrt(squared_length + LENGTH_EPSILON)
 
 
 def recurrent_layer(recurrent: Recurrent, index: int, reader: Reader) -> nn.Module:

@@ -1,8 +1,8 @@
 """The rows of a pass: where their keys and values are written, and which ones each row reads.
 
-A row sees keys by their positions: the j-th key that it sees stands at position j. The first ones
-are of committed tokens, in the pages of its sequence. Those after them are of its path in the draft
-tree. So what a row reads, and in which order, doesn't depend on its siblings or neighbours.
+A row sees keys by their positions: the j-th key that it sees stands at position j. The first keys
+are of committed tokens, in the pages of its sequence. The keys after them are of its path in the
+draft tree. So what a row reads, and in which order, doesn't depend on its siblings or neighbours.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from quickbeam.models.base import Batch, Block, Draft, Draws, Part
 from quickbeam.models.torch.pages import RowPool, RowStore, to_device
-from quickbeam.models.torch.states import RecurrentCall, recurrent_calls
+from quickbeam.models.torch.states import RecurrentCall, RecurrentPart, recurrent_calls
 
 
 class UncommittedTokens(NamedTuple):
     """The tokens after a sequence's committed ones: those of a pass, and those run before it.
 
-    `depths`: for each token, how many positions behind the last committed one plus 1 it stands.
-    `base`: how many of them an earlier pass has run. `seen`: of each token of this pass, the tokens
-    that it sees, by depth; None where each sees all before it, and itself. `parents`: of a tree,
-    each node's parent.
+    `depths`: the position of each token, counted from the first uncommitted position. `base`: how
+    many of the tokens an earlier pass has run. `seen`: for each token of this pass, the tokens that
+    it sees, by depth; None where each sees itself and all before it. `parents`: each node's parent,
+    for a tree.
     """
 
     cache: RowStore
@@ -62,19 +62,23 @@ def uncommitted(part: Part) -> UncommittedTokens:
     for node, parent in enumerate(part.tree.parent):
         paths.append([*paths[parent], node] if parent >= 0 else [node])
     return UncommittedTokens(
-        part.cache, part.tree.depth, part.base, paths[part.base :], part.tree.parent
+        cache=part.cache,
+        depths=part.tree.depth,
+        base=part.base,
+        seen=paths[part.base :],
+        parents=part.tree.parent,
     )
 
 
-# Of padded passes. Up to `MAX_ROWS`, rows are a power of two. There may be `NARROW` sequences and
-# rows with logits, or as many as rows. A path holds the greatest tree under the measured budget.
+# Sizes of padded passes. Up to `MAX_ROWS`, rows are a power of two. There may be `NARROW` sequences
+# and rows with logits, or as many as rows. A path holds the largest tree under the measured budget.
 MAX_ROWS = 512
 NARROW = 64
 MIN_PAGES = 16
 MIN_PATH = 64
 LIKELIEST = Draws(seed=0, choice=0, scale=0.0)
 
-# the tensors of `PassRows`, in the order in which their numbers follow one another
+# the tensors of `PassRows`, in the order in which their elements follow one another
 TENSORS = (
     "tokens",
     "positions",
@@ -90,9 +94,10 @@ TENSORS = (
 
 
 class PassSizes(NamedTuple):
-    """How many rows, rows with logits, sequences, pages of a sequence and nodes of a path fit.
+    """The sizes of a pass.
 
-    `draws`: whether the pass draws tokens.
+    `rows`: rows. `wanted`: rows with logits. `sequences`: sequences. `pages`: pages of a sequence.
+    `path`: nodes of a path in a draft tree. `draws`: whether the pass draws tokens.
     """
 
     rows: int
@@ -106,29 +111,36 @@ class PassSizes(NamedTuple):
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of `TENSORS`."""
         rows = (self.rows,)
-        tables = (self.sequences, self.pages), (self.rows, self.path)
+        wanted = (self.wanted,)
+        pages = (self.sequences, self.pages)
+        path = (self.rows, self.path)
         draws = (self.wanted if self.draws else 0, len(Draws._fields))
-        return [rows] * 6 + [(self.wanted,), *tables, draws]
+        return [rows, rows, rows, rows, rows, rows, wanted, pages, path, draws]
 
     @property
     def numbers(self) -> int:
-        """How many numbers these tensors have."""
+        """How many elements these tensors have."""
         return sum(math.prod(shape) for shape in self.shapes)
 
 
 @dataclass(frozen=True)
 class PassRows:
-    """The n rows of a pass over S sequences, on the device; all numbers are int64.
+    """The n rows of a pass over S sequences, on the device. All tensors are int64.
 
-    `tokens`, `positions` `[n]`. `written` `[n]`: the row of the pool that each row's key and value
-    take. `sequence` `[n]`: the number of each row's sequence. `committed` `[n]`: how many keys each
-    row sees in the pages of its sequence. `seen` `[n]`: how many it sees in all. `wanted` `[w]`:
-    the rows after which logits are wanted. `pages` `[S, P]`: the sequences' pages. `path` `[n, D]`:
-    the rows of the pool with the keys that a row sees behind those in pages. `draws` `[w, 3]`: how
-    tokens are drawn after the wanted rows, the bits of `Draws`; `[0, 3]` where none are.
-
-    `page`: tokens of a page. `recurrent_calls`: of recurrent layers. `texts`: which rows are texts,
-    of which each row sees what the one before it sees; a pass of padded sizes names none.
+    - `tokens`, `positions`: of each row, `[n]`.
+    - `written`: the row of the pool to which each row's key and value are written, `[n]`.
+    - `sequence`: the index of each row's sequence, `[n]`.
+    - `committed`: how many keys each row sees in the pages of its sequence, `[n]`.
+    - `seen`: how many keys each row sees in all, `[n]`; 0 for padding.
+    - `wanted`: the rows after which logits are wanted, `[w]`.
+    - `pages`: the sequences' pages, `[S, P]`.
+    - `path`: the rows of the pool with the keys that a row sees behind those in pages, `[n, D]`.
+    - `draws`: how tokens are drawn after the wanted rows, the bits of `Draws`, `[w, 3]`; `[0, 3]`
+      where no tokens are drawn.
+    - `page`: tokens of a page.
+    - `recurrent_calls`: the calls of each recurrent layer.
+    - `texts`: which rows are texts. Each row of a text sees all that the row before it sees. A pass
+      of padded sizes has none.
     """
 
     tokens: torch.Tensor
@@ -146,15 +158,20 @@ class PassRows:
     texts: Sequence[range] = ()
 
     @classmethod
-    def of(cls, numbers: torch.Tensor, sizes: PassSizes, page: int, **more: Any) -> PassRows:
-        """Return the rows that `ListedRows.numbers` stand for, once they are on the device.
-
-        `more`: fields that are no tensors.
-        """
+    def of(
+        cls,
+        numbers: torch.Tensor,
+        sizes: PassSizes,
+        page: int,
+        recurrent_calls: Sequence[RecurrentCall] = (),
+        texts: Sequence[range] = (),
+    ) -> PassRows:
+        """Return the rows with the elements `numbers` (`ListedRows`), which are on the device."""
         pieces = numbers.split_with_sizes([math.prod(shape) for shape in sizes.shapes])
-        tensors = [piece.view(shape) for piece, shape in zip(pieces, sizes.shapes, strict=True)]
-        named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
-        return cls(**named, page=page, **more)
+        tensors = dict[str, torch.Tensor]()
+        for name, piece, shape in zip(TENSORS, pieces, sizes.shapes, strict=True):
+            tensors[name] = piece.view(shape)
+        return cls(**tensors, page=page, recurrent_calls=recurrent_calls, texts=texts)
 
     @cached_property
     def is_padding(self) -> torch.Tensor:
@@ -165,7 +182,7 @@ class PassRows:
     def keys(self) -> torch.Tensor:
         """The rows of the pool that each row reads, by position, `[n, P * page]`.
 
-        Row 0 stands for positions that a row doesn't see.
+        A row reads row 0 in place of positions that it doesn't see.
         """
         position = torch.arange(self.pages.shape[1] * self.page, device=self.pages.device)
         in_pages = self.pages[:, position // self.page] * self.page + position % self.page
@@ -177,7 +194,7 @@ class PassRows:
     def visible(self, window: int | None, causal: bool) -> torch.Tensor:
         """Return which positions each row sees in a layer, `[n, P * page]` bool.
 
-        A row of padding sees position 0, so that its results are numbers.
+        A row of padding sees position 0, so that its results are not NaN.
         """
         position = torch.arange(self.pages.shape[1] * self.page, device=self.pages.device)
         visible = position < self.seen.clamp(min=1)[:, None]
@@ -191,7 +208,8 @@ class PassRows:
 class ListedRows(NamedTuple):
     """The rows of a pass on the host.
 
-    `numbers`: those of `TENSORS`, one after the other, int64. Others are as there.
+    `numbers`: the elements of `TENSORS`, one tensor after the other, int64. The other fields are
+    those of `PassRows`.
     """
 
     numbers: np.ndarray
@@ -202,9 +220,9 @@ class ListedRows(NamedTuple):
 
     @property
     def written(self) -> np.ndarray:
-        """As of `PassRows`."""
-        before = TENSORS.index("written") * self.sizes.rows
-        return self.numbers[before : before + self.sizes.rows]
+        """The field of `PassRows`, `[n]`."""
+        first = TENSORS.index("written") * self.sizes.rows
+        return self.numbers[first : first + self.sizes.rows]
 
     def to(self, device: torch.device) -> PassRows:
         return PassRows.of(
@@ -217,19 +235,20 @@ class ListedRows(NamedTuple):
 
 
 def passes_of(parts: Sequence[UncommittedTokens], widest: int) -> Iterator[list[UncommittedTokens]]:
-    """Yield parts of passes of at most `widest` rows that run the rows of `parts` in turn."""
+    """Divide `parts` among passes of at most `widest` rows, and yield the parts of each pass."""
     parts_of_pass = list[UncommittedTokens]()
-    left = widest
+    capacity = widest
     for part in parts:
         first = part.base
         while first < len(part.depths):
-            last = min(len(part.depths), first + left)
+            last = min(len(part.depths), first + capacity)
             parts_of_pass.append(part.between(first, last))
-            left -= last - first
+            capacity -= last - first
             first = last
-            if not left:
+            if not capacity:
                 yield parts_of_pass
-                parts_of_pass, left = [], widest
+                parts_of_pass = []
+                capacity = widest
     if parts_of_pass:
         yield parts_of_pass
 
@@ -245,10 +264,10 @@ def next_power(number: int, least: int = 1, base: int = 2) -> int:
 def padded_sizes(needed: PassSizes, block: int = 1) -> PassSizes:
     """Return the sizes of the padded pass that a pass of the sizes `needed` runs in.
 
-    Rows come in blocks of `block` rows. There are few sizes, since each is a graph of its own: 11
-    numbers of rows up to 2,048, and 4 more where 128 rows or more are of many sequences or have
-    many logits. Each comes with 3 numbers of pages for contexts up to 16,384 tokens, 4 up to
-    65,536, and draws tokens or doesn't. Together these are at most 120 sizes.
+    Rows come in blocks of `block` rows. There are few sizes, since each takes a graph: 11 numbers
+    of rows up to 2,048, and 4 more where 128 rows or more are of many sequences or have many
+    logits. For each of these there are 3 numbers of pages for contexts up to 16,384 tokens, 4 up to
+    65,536, and passes that draw tokens or don't. Together these are at most 120 sizes.
     """
     blocks = -(-needed.rows // block)
     rows = block * next_power(blocks)
@@ -270,8 +289,8 @@ def padded_sizes(needed: PassSizes, block: int = 1) -> PassSizes:
 class Padding(NamedTuple):
     """How sizes of passes are rounded up: as by `padded_sizes`, for rows in blocks of `block`.
 
-    `rows`, `wanted`: where given, the numbers of rows, and of rows with logits, that passes may
-    have; the smallest that fits is taken.
+    `rows`, `wanted`: where not empty, the numbers of rows, and of rows with logits, that passes may
+    have. A pass gets the smallest that fits.
     """
 
     rows: Sequence[int] = ()
@@ -284,21 +303,22 @@ class Padding(NamedTuple):
         rows = [size for size in self.rows if size >= needed.rows]
         wanted = [size for size in self.wanted if size >= needed.wanted]
         return sizes._replace(
-            rows=min(rows, default=sizes.rows), wanted=min(wanted, default=sizes.wanted)
+            rows=min(rows, default=sizes.rows),
+            wanted=min(wanted, default=sizes.wanted),
         )
 
 
 def list_draws(batch: Batch) -> np.ndarray | None:
     """Return `PassRows.draws` of a batch, `[w, 3]` int64; None where nothing is drawn."""
-    listed = list[Draws]()
+    draws = list[Draws]()
     for part in batch.parts:
-        draws = part.draws if isinstance(part, Draft) else None
-        listed += [draws or LIKELIEST] * part.wanted
-    if not any(draws.scale for draws in listed):
+        draws_of_part = part.draws if isinstance(part, Draft) else None
+        draws += [draws_of_part or LIKELIEST] * part.wanted
+    if not any(row.scale for row in draws):
         return None
-    seeds = np.array([draws.seed % 2**64 for draws in listed], np.uint64)
-    choices = np.array([draws.choice for draws in listed], np.int64)
-    scales = np.array([draws.scale for draws in listed], np.float64)
+    seeds = np.array([row.seed % 2**64 for row in draws], np.uint64)
+    choices = np.array([row.choice for row in draws], np.int64)
+    scales = np.array([row.scale for row in draws], np.float64)
     return np.stack([seeds.view(np.int64), choices, scales.view(np.int64)], 1)
 
 
@@ -310,55 +330,76 @@ def list_pass(
     padding: Padding | None = None,
     draws: np.ndarray | None = None,
 ) -> ListedRows:
-    """List the rows of a pass over these parts, for which room is made. Raises `OutOfPages`.
+    """List the rows of a pass over these parts, and reserve pages. Raises `OutOfPages`.
 
-    `tokens`: of all rows. `wanted`: the numbers of rows after which logits are wanted. `padding`:
-    how sizes are rounded up; None where they stay as they are. `draws`: as of `list_draws`.
+    `tokens`: of all rows. `wanted`: the rows after which logits are wanted. `padding`: how sizes
+    are rounded up; None for no padding. `draws`: the result of `list_draws`.
     """
     totals = [part.cache.length + len(part.depths) for part in parts]
     for part, total in zip(parts, totals, strict=True):
         part.cache.reserve(total)
     pages = [-(-total // pool.page) for total in totals]
-    depths = [len(tokens) for part in parts for tokens in part.seen or ()]
+    path_lengths = [len(path) for part in parts for path in part.seen or ()]
     sizes = PassSizes(
         rows=sum(part.rows for part in parts),
         wanted=len(wanted),
         sequences=len(parts),
         pages=max(pages),
-        path=max([1, *depths]),
+        path=max([1, *path_lengths]),
         draws=draws is not None,
     )
     if padding is not None:
         sizes = padding.around(sizes)
     numbers = np.zeros(sizes.numbers, np.int64)
-    ends = np.cumsum([math.prod(shape) for shape in sizes.shapes])
-    pieces = zip(np.split(numbers, ends[:-1]), sizes.shapes, strict=True)
-    listed = [piece.reshape(shape) for piece, shape in pieces]
-    ids, positions, written, sequence, committed, seen, with_logits = listed[:7]
-    tables, paths, drawn = listed[7:]
-    ids[: len(tokens)] = tokens
-    with_logits[: len(wanted)] = wanted
+    arrays = views_of(numbers, sizes)
+    arrays["tokens"][: len(tokens)] = tokens
+    arrays["wanted"][: len(wanted)] = wanted
     if draws is not None:
-        drawn[: len(wanted)] = draws
-    written[:] = pool.page - 1  # where padding writes
-    first, texts = 0, list[range]()
-    for number, part in enumerate(parts):
-        start, rows = part.cache.length, slice(first, first + part.rows)
-        own = part.cache.rows(np.arange(start, totals[number]))
-        tables[number, : pages[number]] = part.cache.page_numbers[: pages[number]]
-        positions[rows] = start + np.array(part.depths[part.base :], np.int64)
-        written[rows], sequence[rows] = own[part.base :], number
+        arrays["draws"][: len(wanted)] = draws
+    arrays["written"][:] = pool.page - 1  # where padding writes
+    texts = list[range]()
+    first = 0  # the first row of a part
+    for index, part in enumerate(parts):
+        rows = range(first, first + part.rows)
+        arrays["sequence"][rows.start : rows.stop] = index
+        arrays["pages"][index, : pages[index]] = part.cache.page_numbers[: pages[index]]
+        fill_rows(arrays, part, rows)
         if part.seen is None:
-            committed[rows] = seen[rows] = positions[rows] + 1
-            texts.append(range(first, first + part.rows))
-        else:
-            committed[rows] = start
-            seen[rows] = start + np.array([len(path) for path in part.seen], np.int64)
-            for row, path in zip(paths[rows], part.seen, strict=True):
-                row[: len(path)] = own[list(path)]
-        first += part.rows
+            texts.append(rows)
+        first = rows.stop
     calls = list[RecurrentCall]()
     if pool.zeros:
-        of_parts = [(p.cache.states, p.parents, p.base, len(p.depths)) for p in parts]
-        calls = recurrent_calls(of_parts, pool.device)
+        recurrent_parts = [
+            RecurrentPart(part.cache.states, part.parents, part.depths, part.base) for part in parts
+        ]
+        calls = recurrent_calls(recurrent_parts, pool.device)
     return ListedRows(numbers, sizes, pool.page, calls, texts if padding is None else [])
+
+
+def views_of(numbers: np.ndarray, sizes: PassSizes) -> dict[str, np.ndarray]:
+    """Return views of the elements of `ListedRows`, by the names of `TENSORS`."""
+    views = dict[str, np.ndarray]()
+    first = 0
+    for name, shape in zip(TENSORS, sizes.shapes, strict=True):
+        end = first + math.prod(shape)
+        views[name] = numbers[first:end].reshape(shape)
+        first = end
+    return views
+
+
+def fill_rows(arrays: dict[str, np.ndarray], part: UncommittedTokens, rows: range) -> None:
+    """Set what the rows of a part read and write, in the arrays of `views_of`."""
+    start = part.cache.length
+    of_part = slice(rows.start, rows.stop)
+    slots = part.cache.rows(np.arange(start, start + len(part.depths)))
+    positions = start + np.array(part.depths[part.base :], np.int64)
+    arrays["positions"][of_part] = positions
+    arrays["written"][of_part] = slots[part.base :]
+    if part.seen is None:
+        arrays["committed"][of_part] = positions + 1
+        arrays["seen"][of_part] = positions + 1
+        return
+    arrays["committed"][of_part] = start
+    arrays["seen"][of_part] = start + np.array([len(path) for path in part.seen], np.int64)
+    for row, path in zip(arrays["path"][of_part], part.seen, strict=True):
+        row[: len(path)] = slots[list(path)]

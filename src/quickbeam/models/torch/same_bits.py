@@ -1,9 +1,9 @@
 """Finds the sizes of a model's passes that give a row the same bits.
 
-Whole passes are compared rather than products one by one: a row's logits, and its keys and values
-of all layers. So norms, attention and experts are covered, too. It is a check of a few rows and not
-a proof: a difference that is rounded away in all of them is not seen. In a model of usual size each
-row has so many numbers that some are not.
+Whole passes are compared, not products: a row's logits, and its keys and values of all layers. So
+norms, attention and experts are covered, too. This is a check of a few rows and no proof: it misses
+a difference that is rounded away in all of them. In a model of usual size, each row has so many
+elements that some differences are not rounded away.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from quickbeam.models.torch.size_classes import (
 )
 from quickbeam.tree import TokenTree
 
-TEXT, LONGER = 160, 300  # tokens of the text that is looked at, and of one beside it
-PATH = 12  # nodes of its path in a draft tree
-# How many of the text's last tokens are looked at: so many that they have `NUMBERS` numbers in keys
-# and values. Where each takes passes of its own, there are `FEW`.
-FEW, MOST, NUMBERS = 4, 64, 2**15
+TEXT = 160  # tokens of the text that is compared
+OTHER_TEXT = 300  # tokens of another text
+PATH = 12  # nodes of the text's path in a draft tree
+# The last rows of the text are compared: `FEW` where each takes passes of its own, and elsewhere so
+# many that their keys and values have `ELEMENTS` elements, but at most `MOST`.
+FEW, MOST = 4, 64
+ELEMENTS = 2**15
 PAGES = 64  # of keys and values, at most
 
 LogitsOf = Callable[[ListedRows], torch.Tensor]  # runs a pass: `[wanted, vocab]`
@@ -42,13 +44,14 @@ def find_padding(
 ) -> Padding | None:
     """Return sizes of passes in which a row has the same bits wherever it stands.
 
-    They include the largest of `sizes`, for rows and for rows with logits. `vocab`: of the model.
-    `context`: tokens that it can read, None for any number. Returns None where there are no such
-    sizes, and for a context that is too short to look.
+    The sizes include the largest of `sizes`, for rows and for rows with logits. `vocab`: tokens of
+    the vocabulary. `context`: tokens that the model can read; None for no bound. Returns None where
+    there are no such sizes, and for a context that is too short for the comparison.
     """
     if context is not None and context < 2 * max(sizes):
         return None
-    limit, pool.limit = pool.limit, PAGES  # on CUDA, pools without a limit begin large
+    limit = pool.limit
+    pool.limit = PAGES  # on CUDA, pools without a limit begin large
     probe = Probe(logits_of, pool, vocab, context, max(sizes))
     try:
         rows = class_with_widest(probe.in_rows, sizes)
@@ -60,7 +63,7 @@ def find_padding(
 
 
 class Neighbours(NamedTuple):
-    """Parts of a pass before and behind the part with the row that is looked at."""
+    """The parts of a pass: those before and behind `part`, whose last row is compared."""
 
     before: list[Part]
     part: Part
@@ -72,46 +75,51 @@ class Neighbours(NamedTuple):
 
     @property
     def row(self) -> int:
-        """The number of the row that is looked at: the last one of its part."""
+        """The index of the row that is compared, in the pass."""
         return sum(part.rows for part in [*self.before, self.part]) - 1
 
 
 class Probe:
-    """Runs the last tokens of a text, each of them wherever it is asked to.
+    """Runs the last tokens of a text in passes of any placement.
 
-    All that comes before a token has been run in the widest passes. There are two other sequences.
+    The tokens before them have been run in the widest passes. There are two other sequences.
     """
 
     def __init__(
         self, logits_of: LogitsOf, pool: RowPool, vocab: int, context: int | None, widest: int
     ) -> None:
-        self._logits_of, self._pool, self._vocab = logits_of, pool, vocab
+        self._logits_of = logits_of
+        self._pool = pool
+        self._vocab = vocab
         self._widest = widest
-        most = LONGER + widest if context is None else context
-        self._ids = self._text(min(TEXT, most), 3)
-        numbers = pool.page_bytes // pool.page // pool.dtype.itemsize
-        rows = min(MOST, len(self._ids), max(FEW, NUMBERS // numbers))
+        capacity = OTHER_TEXT + widest if context is None else context
+        self._ids = self._text(min(TEXT, capacity), seed=3)
+        elements = pool.page_bytes // pool.page // pool.dtype.itemsize  # of a token
+        rows = min(MOST, len(self._ids), max(FEW, ELEMENTS // elements))
         self._rows = range(len(self._ids) - rows, len(self._ids))
         self._cache = self._read(self._ids[:-1])
-        lengths = max(1, min(LONGER, most - widest)), 9
-        self._others = [self._read(self._text(length, 5 + length)) for length in lengths]
+        long = max(1, min(OTHER_TEXT, capacity - widest))
+        self._long = self._read(self._text(long, seed=5 + long))
+        self._short = self._read(self._text(9, seed=14))
 
     def release(self) -> None:
-        for cache in (self._cache, *self._others):
-            cache.release()
+        self._cache.release()
+        self._long.release()
+        self._short.release()
 
     def in_rows(self, placement: Placement) -> dict[int, bytes]:
-        """Return the bits of tokens in passes of so many rows."""
+        """Return the bits of tokens in passes of this many rows."""
         padding = Padding((placement.size,), (self._widest,))
         bits = dict[int, bytes]()
         for tokens in self._passes(placement):
             neighbours = self._neighbours(placement, tokens[-1] + 1)
             rows = range(neighbours.row + 1 - len(tokens), neighbours.row + 1)
-            bits |= zip(tokens, self._bits(neighbours, rows, [*rows], 0, padding), strict=True)
+            bits_of_rows = self._bits(neighbours, rows, [*rows], 0, padding)
+            bits.update(zip(tokens, bits_of_rows, strict=True))
         return bits
 
     def in_wanted(self, placement: Placement) -> dict[int, bytes]:
-        """Return the bits of tokens where logits of so many rows are wanted."""
+        """Return the bits of tokens where logits of this many rows are wanted."""
         size, position, kind = placement
         padding = Padding((self._widest,), (size,))
         bits = dict[int, bytes]()
@@ -119,19 +127,23 @@ class Probe:
             prompt = Placement(self._widest, self._widest - 1, PROMPT)
             neighbours = self._neighbours(prompt, tokens[-1] + 1)
             rows = range(self._widest - len(tokens), self._widest)
-            alone = kind in (PADDING, PROMPT)
-            wanted = [*rows] if alone else [*range(position), rows[0], *range(position + 1, size)]
-            first = 0 if alone else position
-            bits |= zip(tokens, self._bits(neighbours, rows, wanted, first, padding), strict=True)
+            if kind in (PADDING, PROMPT):
+                wanted = [*rows]
+                first = 0
+            else:
+                wanted = [*range(position), rows[0], *range(position + 1, size)]
+                first = position
+            bits_of_rows = self._bits(neighbours, rows, wanted, first, padding)
+            bits.update(zip(tokens, bits_of_rows, strict=True))
         return bits
 
     def _passes(self, placement: Placement) -> Iterator[range]:
-        """Yield the tokens that are looked at in each pass, which follow one another."""
-        size, _, kind = placement
-        together = size if kind == PROMPT else 1
-        looked_at = self._rows if kind == PROMPT or size == 1 else self._rows[-FEW:]
-        for end in range(len(looked_at), 0, -together):
-            yield looked_at[max(0, end - together) : end]
+        """Yield the successive tokens of the text that are compared in each pass."""
+        is_prompt = placement.neighbours == PROMPT
+        rows_of_pass = placement.size if is_prompt else 1
+        compared = self._rows if is_prompt or placement.size == 1 else self._rows[-FEW:]
+        for end in range(len(compared), 0, -rows_of_pass):
+            yield compared[max(0, end - rows_of_pass) : end]
 
     def _bits(
         self,
@@ -141,16 +153,16 @@ class Probe:
         first: int,
         padding: Padding,
     ) -> list[bytes]:
-        """Return the bits of rows of a pass, of which number `first` of `wanted` is the first."""
+        """Return the bits of `rows` of a pass. Their logits are the ones from `first` on."""
         batch = Batch(neighbours.parts)
-        parts = [*map(uncommitted, batch.parts)]
+        parts = [uncommitted(part) for part in batch.parts]
         listed = list_pass(parts, self._pool, batch.tokens, wanted, padding)
         logits = self._logits_of(listed)[first : first + len(rows)].cpu()
         slots = torch.from_numpy(listed.written[rows.start : rows.stop]).to(self._pool.device)
         written = [tensor[slots].cpu() for tensor in (*self._pool.key, *self._pool.value)]
         for part in batch.parts:
             part.cache.release()
-        return [_digest([of_rows[i] for of_rows in (logits, *written)]) for i in range(len(rows))]
+        return [_digest([logits[i], *(tensor[i] for tensor in written)]) for i in range(len(rows))]
 
     def _neighbours(self, placement: Placement, end: int) -> Neighbours:
         """Return a pass in which the last token before `end` stands as `placement` says."""
@@ -158,16 +170,21 @@ class Probe:
         part = self._part(kind, position, end)
         if kind == PADDING:
             return Neighbours([], part, [])
-        before, behind = position + 1 - part.rows, size - 1 - position
+        before = position + 1 - part.rows
+        behind = size - 1 - position
         return Neighbours(
-            [self._chain(self._others[0], before)] if before else [],
-            part,
-            [self._tree(self._others[1], behind)] if behind else [],
+            before=[self._chain(self._long, before)] if before else [],
+            part=part,
+            behind=[self._tree(self._short, behind)] if behind else [],
         )
 
     def _part(self, kind: str, position: int, end: int) -> Part:
-        """Return the part of the pass that ends in the row that is looked at."""
-        tokens = {PROMPT: position + 1, TREE: min(PATH, position // 2 + 1)}.get(kind, 1)
+        """Return the part of the pass that ends in the row that is compared."""
+        tokens = 1
+        if kind == PROMPT:
+            tokens = position + 1
+        elif kind == TREE:
+            tokens = min(PATH, position // 2 + 1)
         first = max(0, end - tokens)
         cache = self._cache.fork()
         cache.truncate(first)
@@ -176,13 +193,13 @@ class Probe:
             return Chain(cache, path)
         tree = TokenTree(path[0])
         node = 0
-        for token in path[1:]:  # each of them behind a sibling
+        for token in path[1:]:  # each has a sibling before it
             tree.add(node, (token + 1) % self._vocab, "probe")
             node = tree.add(node, token, "probe")
         return Draft(cache, tree)
 
     def _chain(self, text: SequenceCache, rows: int) -> Part:
-        return Chain(text.fork(), self._text(rows, rows))
+        return Chain(text.fork(), self._text(rows, seed=rows))
 
     def _tree(self, text: SequenceCache, rows: int) -> Part:
         """Return a tree whose nodes have at most two children."""
@@ -196,7 +213,7 @@ class Probe:
         return torch.randint(self._vocab, (length,), generator=generator).tolist()
 
     def _read(self, ids: Sequence[int]) -> SequenceCache:
-        """Return the cache of a text that the widest passes have read."""
+        """Return the cache of a text after the widest passes over it."""
         cache = self._pool.new()
         padding = Padding((self._widest,), (self._widest,))
         for first in range(0, len(ids), self._widest):
@@ -209,6 +226,6 @@ class Probe:
 
 def _digest(tensors: Sequence[torch.Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
-    for numbers in tensors:
-        digest.update(numbers.contiguous().view(torch.uint8).numpy().tobytes())
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.digest()

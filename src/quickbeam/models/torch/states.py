@@ -1,6 +1,6 @@
 """States of recurrent layers along draft trees: a node's state follows from its parent's.
 
-A layer runs once a level of all trees together: a node's row, and the state behind its parent. A
+A layer runs the nodes of one depth of all trees together, each from the state behind its parent. A
 text runs as one chunk. So a node's result is that of its path, up to rounding.
 """
 
@@ -15,33 +15,41 @@ from quickbeam.models.cache.kv import Pool, SequenceStates
 
 
 class LayerState(NamedTuple):
-    """The last tokens that a layer's convolution reads, and what its recurrence keeps if it has
-    one; with a first dimension of `b` rows, or without."""
+    """The state of a layer, or of `b` rows in the layer.
+
+    `conv`: the last tokens that the convolution reads, `[channels, taps - 1]`, or
+    `[b, channels, taps - 1]`. `recurrent`: the matrix of each head,
+    `[heads, key_dim, value_dim]`, or `[b, heads, key_dim, value_dim]`; None for a layer without.
+    """
 
     conv: torch.Tensor
     recurrent: torch.Tensor | None
 
-    def copied(self) -> LayerState:
-        """Return these in memory of their own."""
+    @property
+    def nbytes(self) -> int:
+        return self.conv.nbytes + (0 if self.recurrent is None else self.recurrent.nbytes)
+
+    def clone(self) -> LayerState:
         recurrent = None if self.recurrent is None else self.recurrent.clone()
         return LayerState(self.conv.clone(), recurrent)
 
 
-State = dict[int, LayerState]  # by the layer's number
+State = dict[int, LayerState]  # by the layer's index
 
 
 class TorchStates(SequenceStates):
     """The states of one sequence, and of the nodes that have run since the last commit.
 
-    The nodes' are workspace, and are not counted by the pool.
+    The pool does not count the states of nodes.
     """
 
     def __init__(self, pool: Pool, zeros: State) -> None:
         super().__init__(pool)
-        self._zeros, self._nodes = zeros, dict[tuple[int, int], LayerState]()
+        self._zeros = zeros
+        self._nodes = dict[tuple[int, int], LayerState]()  # by layer and node
 
     def begin(self, base: int) -> None:
-        """Prepare a pass over nodes from `base` on."""
+        """Prepare a pass over the nodes from `base` on."""
         if not base:
             self._nodes.clear()
 
@@ -55,12 +63,12 @@ class TorchStates(SequenceStates):
         self._nodes[layer, node] = state
 
     def commit(self, path: Sequence[int], length: int) -> None:
-        """As the base class. Raises `ValueError` for a part of a text that was no tree."""
+        """See the base class. Raises `ValueError` for a part of a text that ran as one chunk."""
         last = path[-1]
         if any((layer, last) not in self._nodes for layer in self._zeros):
             raise ValueError(f"no pass ran up to node {last} alone: commit all of them")
         assert self._next is not None
-        self._next.data = {layer: self._nodes[layer, last].copied() for layer in self._zeros}
+        self._next.data = {layer: self._nodes[layer, last].clone() for layer in self._zeros}
         self._step(length + len(path))
         self._nodes.clear()
 
@@ -69,45 +77,64 @@ class TorchStates(SequenceStates):
         self._nodes.clear()
 
 
-class RecurrentCall(NamedTuple):
-    """Rows that a layer runs in one call, each with its state before, and the node behind it.
+class RecurrentPart(NamedTuple):
+    """The nodes of one sequence in a pass.
 
-    Either all rows are one text, with one state, or each is a node by itself. `rows`: on the
-    device.
+    `parents`: each node's parent; None for a text. `depths`: each node's depth. `base`: how many
+    nodes an earlier pass has run.
+    """
+
+    states: TorchStates
+    parents: Sequence[int] | None
+    depths: Sequence[int]
+    base: int
+
+
+class StateStep(NamedTuple):
+    """A step of the recurrence: it reads the state behind `before`, and writes that of `node`."""
+
+    states: TorchStates
+    before: int
+    node: int
+
+
+class RecurrentCall(NamedTuple):
+    """Rows that a layer runs in one call.
+
+    Either all rows are one text, with one step, or each row is a node with a step. `rows`: on the
+    device, int64.
     """
 
     rows: torch.Tensor
-    before: list[tuple[TorchStates, int]]
-    behind: list[tuple[TorchStates, int]]
+    steps: Sequence[StateStep]
 
 
-def recurrent_calls(
-    parts: Sequence[tuple[TorchStates, Sequence[int] | None, int, int]], device: torch.device
-) -> list[RecurrentCall]:
-    """Return the calls of a pass: the texts, then level by level all trees.
+def recurrent_calls(parts: Sequence[RecurrentPart], device: torch.device) -> list[RecurrentCall]:
+    """Return the calls of a pass: each text, then the nodes of each depth of all trees.
 
-    `parts`: of each its states, its nodes' parents (None for a text), how many of its nodes earlier
-    passes have run, and how many there are. Their rows follow one another.
+    The rows of `parts` follow one another.
     """
-    calls, levels, first = [], dict[int, list[tuple[int, TorchStates, int, int]]](), 0
-    for states, parents, base, count in parts:
-        states.begin(base)
-        rows = count - base
-        if parents is None:
-            at = torch.arange(first, first + rows, device=device)
-            calls.append(RecurrentCall(at, [(states, -1)], [(states, count - 1)]))
+    calls = list[RecurrentCall]()
+    rows_of_depth = dict[int, list[int]]()
+    steps_of_depth = dict[int, list[StateStep]]()
+    first = 0  # the first row of a part
+    for part in parts:
+        part.states.begin(part.base)
+        count = len(part.depths)
+        end = first + count - part.base
+        if part.parents is None:
+            rows = torch.arange(first, end, device=device)
+            calls.append(RecurrentCall(rows, [StateStep(part.states, -1, count - 1)]))
         else:
-            depth = list[int]()
-            for node, parent in enumerate(parents):
-                depth.append(depth[parent] + 1 if parent >= 0 else 0)
-                if node >= base:
-                    row = (first + node - base, states, parent, node)
-                    levels.setdefault(depth[-1], []).append(row)
-        first += rows
-    for _, level in sorted(levels.items()):
-        at = torch.tensor([row for row, *_ in level], device=device)
-        before = [(states, parent) for _, states, parent, _ in level]
-        calls.append(RecurrentCall(at, before, [(states, node) for _, states, _, node in level]))
+            for row, node in zip(range(first, end), range(part.base, count), strict=True):
+                depth = part.depths[node]
+                step = StateStep(part.states, part.parents[node], node)
+                rows_of_depth.setdefault(depth, []).append(row)
+                steps_of_depth.setdefault(depth, []).append(step)
+        first = end
+    for depth in sorted(rows_of_depth):
+        rows = torch.tensor(rows_of_depth[depth], device=device)
+        calls.append(RecurrentCall(rows, steps_of_depth[depth]))
     return calls
 
 
@@ -119,24 +146,24 @@ def run_along_paths(
 ) -> torch.Tensor:
     """Run a layer's recurrence over a pass's rows, each from the state behind its parent.
 
-    `rows`: what it reads, `[n, ...]` each. `recurrence(state, *rows)` gets `b` states and `b` texts
-    of m rows, `[b, m, ...]` each, and returns results `[b, m, width]` and the states behind the
-    last rows. Returns `[n, width]`.
+    `rows`: the inputs of the recurrence, `[n, ...]` each. `recurrence(state, *rows)` gets `b`
+    states and `b` texts of m rows, `[b, m, ...]` each. It returns results `[b, m, width]` and the
+    states behind the last rows. Returns `[n, width]`.
     """
     results = list[torch.Tensor]()
     for call in calls:
-        before = [states.behind(layer, node) for states, node in call.before]
+        before = [step.states.behind(layer, step.before) for step in call.steps]
         matrices = [state.recurrent for state in before if state.recurrent is not None]
         state = LayerState(
-            torch.stack([state.conv for state in before]),
-            torch.stack(matrices) if matrices else None,
+            conv=torch.stack([state.conv for state in before]),
+            recurrent=torch.stack(matrices) if matrices else None,
         )
-        texts = [torch.unflatten(part[call.rows], 0, (len(before), -1)) for part in rows]
+        texts = [torch.unflatten(tensor[call.rows], 0, (len(before), -1)) for tensor in rows]
         result, state = recurrence(state, *texts)
         results.append(result.flatten(0, 1))
-        for i, (states, node) in enumerate(call.behind):
+        for i, step in enumerate(call.steps):
             matrix = None if state.recurrent is None else state.recurrent[i]
-            states.put(layer, node, LayerState(state.conv[i], matrix))
+            step.states.put(layer, step.node, LayerState(state.conv[i], matrix))
     out = torch.empty(len(rows[0]), results[0].shape[-1], device=rows[0].device)
     for call, result in zip(calls, results, strict=True):
         out[call.rows] = result
