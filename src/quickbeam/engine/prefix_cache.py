@@ -137,7 +137,7 @@ class PrefixCache:
         return chunk
 
     def _keep_snapshot(self, chunk: Chunk, sequence: SequenceState) -> None:
-        """Keep the state of recurrent layers behind the last of `sequence.chunks`, if there is one."""
+        """Keep the state of recurrent layers behind the last chunk, if the cache has it."""
         if chunk.snapshot is not None or sequence.cache is None:
             return
         snapshot = sequence.cache.snapshot(len(sequence.chunks) * self.size)
