@@ -214,7 +214,7 @@ class Engine:
         ]
         drafted = time.perf_counter()
         # verify
-        scheduled = self.scheduler.with_room(scheduled + reading)
+        scheduled = self.scheduler.fit_memory(scheduled + reading)
         passed = self._forward(scheduled)
         verifying = time.perf_counter() - drafted
         # commit
