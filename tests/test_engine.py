@@ -185,7 +185,7 @@ def test_a_step_that_fails_ends_what_runs_and_keeps_what_waits(model, monkeypatc
     for _ in range(5):
         engine.step()
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no room"):
-        patch.setattr(engine.scheduler, "with_room", raising(RuntimeError("no room")))
+        patch.setattr(engine.scheduler, "fit_memory", raising(RuntimeError("no room")))
         engine.step()
     assert (str(runs.error), runs.output.finish_reason) == ("no room", "interrupted")
     given = runs.output.token_ids

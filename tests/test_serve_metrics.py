@@ -111,7 +111,7 @@ async def test_what_is_counted_is_what_was_answered(llm):
 
 async def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
     async with served(llm, served_name="tiny", max_waiting=1) as (runner, client):
-        monkeypatch.setattr(llm.engine.scheduler, "most", 1)
+        monkeypatch.setattr(llm.engine.scheduler, "max_running", 1)
         runner.gate.max_running = 1
         with braked(llm.engine) as brake:
             task = asyncio.create_task(begun(runner, job(llm)))

@@ -110,7 +110,8 @@ class Budget:
         speeds = self._speeds_of(setting, drafter)
         self._speeds = speeds
         self.fastest = max(speeds, key=lambda kind: speeds[kind].mean)
-        self.rate = max(1.0, speeds[self.fastest].mean) * sequences / self._plain_seconds
+        tokens_per_plain_pass = max(1.0, speeds[self.fastest].mean) * sequences
+        self.rate = tokens_per_plain_pass / self._plain_seconds
         due = [kind for kind, speed in speeds.items() if speed.steps_since >= speed.pause]
         self.kind = max(due, key=lambda kind: speeds[kind].steps_since, default=self.fastest)
 
@@ -131,9 +132,10 @@ class Budget:
 
     def _guess(self, kind: str, drafter: Hashable) -> float:
         tokens, rows = self.GUESSES[kind]
-        seconds = self.cost.of_pass(rows * self._sequences) - self.cost.of_pass(self._sequences)
+        cost = self.cost
+        seconds = cost.of_pass(rows * self._sequences) - cost.of_pass(self._sequences)
         if kind == ASKED:
-            seconds += self.cost.of_call(drafter, self._sequences)
+            seconds += cost.of_call(drafter, self._sequences)
         return tokens / (1 + seconds / self._plain_seconds)
 
     def explore(self, seconds: float) -> bool:
@@ -193,7 +195,8 @@ class Budget:
         plain = self._plain_seconds
         emitted = tokens / self._sequences
         counted = speed.observe(emitted, (seconds - reading) / plain, self._sequences)
-        lost = (counted + reading / plain) * self._speeds[self.fastest].mean - emitted
+        fastest_tokens = (counted + reading / plain) * self._speeds[self.fastest].mean
+        lost = fastest_tokens - emitted
         speed.pause = min(max(self.EXPLORE, lost / self.LOST), self.LONGEST)
         for kind, other in self._speeds.items():
             other.steps_since = 0 if kind == self.kind else other.steps_since + 1
@@ -201,7 +204,7 @@ class Budget:
 
 
 def convex_slopes(widths: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """Return by nodes what one more node adds to a pass, as if that never fell.
+    """Return the seconds that one more node adds to a pass, by nodes, as if they never fell.
 
     `seconds[i]` is the time of a pass over a tree of `widths[i]` nodes. Where that rises in steps
     (a kernel's tiles), a step is spread over its nodes: these are the slopes of the times' lower
@@ -209,8 +212,9 @@ def convex_slopes(widths: Sequence[int], seconds: Sequence[float]) -> list[float
     """
     slopes = [0.0] * widths[0]
     for i, width in enumerate(widths[:-1]):
-        cheapest = min(
+        least = min(
             (seconds[j] - seconds[i]) / (widths[j] - width) for j in range(i + 1, len(widths))
         )
-        slopes += [max(slopes[-1], cheapest)] * (widths[i + 1] - width)
+        slope = max(slopes[-1], least)
+        slopes += [slope] * (widths[i + 1] - width)
     return slopes

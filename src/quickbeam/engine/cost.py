@@ -1,4 +1,4 @@
-"""Measured seconds: of a pass by its rows and contexts, of a drafter call by its sequences."""
+"""Measured seconds: of a pass by its rows and contexts, of a drafter's call by its sequences."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class CostModel:
     def __init__(self, passes: dict[int, float], per_token: dict[int, float] | None = None) -> None:
         if not passes:
             raise ValueError("no cost was measured")
-        self.passes = dict(sorted(passes.items()))
-        self.per_token = dict(sorted((per_token or {1: 0.0}).items()))
+        per_token = per_token or {1: 0.0}
+        self.passes = {rows: passes[rows] for rows in sorted(passes)}
+        self.per_token = {nodes: per_token[nodes] for nodes in sorted(per_token)}
         # by size, how many passes of about as many rows there were: a fading count
         self._seen = dict.fromkeys(self.passes, 1 / self.FADE)
         self._calls: dict[Hashable, dict[int, float]] = {}  # by drafter and number of sequences
@@ -69,7 +70,11 @@ class CostModel:
         ratio = self._ratio(seconds, expected)
         low, high, part = _neighbours(self.passes, rows)
         for size in self.passes:
-            share = part if size == high else 1 - part if size == low else 0.0
+            share = 0.0
+            if size == high:
+                share = part
+            elif size == low:
+                share = 1 - part
             self._seen[size] = (1 - self.FADE) * self._seen[size] + share
             recent = min(self.MOST, share / self._seen[size])
             self.passes[size] *= math.pow(ratio, max(self.COMMON, recent))
@@ -87,13 +92,15 @@ class CostModel:
         times[sequences] = before * self._ratio(seconds, before) ** self.FADE
 
     def _ratio(self, seconds: float, expected: float) -> float:
-        return min(self.LARGEST, max(1 / self.LARGEST, seconds / expected))
+        ratio = seconds / expected
+        return min(self.LARGEST, max(1 / self.LARGEST, ratio))
 
 
 def _interpolate(table: dict[int, float], size: int) -> float:
     """Return the value of `table` at `size`: between its keys in line, beyond in proportion."""
     low, high, part = _neighbours(table, size)
-    return (table[low] * (1 - part) + table[high] * part) * max(1.0, size / high)
+    between = table[low] * (1 - part) + table[high] * part
+    return between * max(1.0, size / high)
 
 
 def _neighbours(table: dict[int, float], size: int) -> tuple[int, int, float]:
@@ -104,4 +111,6 @@ def _neighbours(table: dict[int, float], size: int) -> tuple[int, int, float]:
         return keys[0], keys[0], 1.0
     if i == len(keys):
         return keys[-1], keys[-1], 1.0
-    return keys[i - 1], keys[i], (size - keys[i - 1]) / (keys[i] - keys[i - 1])
+    low = keys[i - 1]
+    high = keys[i]
+    return low, high, (size - low) / (high - low)

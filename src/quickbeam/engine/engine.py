@@ -58,8 +58,7 @@ class Engine:
         self.model = model
         pool = model.pool
         # the host's draws take a tenth of the time by the kernels, on whichever device passes run
-        kernels = pool.kernels if isinstance(pool, PagePool) else cached_kernels()
-        self._kernels = kernels
+        self._kernels = pool.kernels if isinstance(pool, PagePool) else cached_kernels()
         self.prefixes = PrefixCache(model.granularity if share else None, model.pool)
         self.scheduler = Scheduler(model, self.prefixes, max_running)
         model.pool.limit = pages
@@ -127,7 +126,7 @@ class Engine:
         return limits
 
     def start(self, sequence: SequenceState) -> None:
-        """Let a sequence wait for its turn, unless it is over."""
+        """Let a sequence wait until it is admitted, unless it is over."""
         if sequence.over:
             return
         self.prefixes.drafter = self.prefixes.drafter or sequence.drafter
@@ -215,7 +214,7 @@ class Engine:
         ]
         drafted = time.perf_counter()
         # verify
-        scheduled = self.scheduler.with_room(scheduled + reading)
+        scheduled = self.scheduler.fit_memory(scheduled + reading)
         passed = self._forward(scheduled)
         verifying = time.perf_counter() - drafted
         # commit

@@ -24,7 +24,8 @@ def measure(model: Model, max_nodes: int) -> CostModel:
     of each size on a GPU. Where weights are read from disk, one round is enough.
     """
     text = min(TEXT, (model.context_length or TEXT) // 2)
-    sizes = [(nodes, 0) for nodes in NODES] + [(nodes, text) for nodes in NODES_BEHIND_TEXT]
+    sizes = [(nodes, 0) for nodes in NODES]
+    sizes += [(nodes, text) for nodes in NODES_BEHIND_TEXT]
     if model.streamed is not None:
         sizes = [(nodes, 0) for nodes in NODES_FROM_DISK]
     sizes = [size for size in sizes if size[0] <= max_nodes]
@@ -32,12 +33,14 @@ def measure(model: Model, max_nodes: int) -> CostModel:
     seconds = {size: _seconds(model, *size) for size in sizes}
     if model.streamed is None:
         seconds = {size: min(first, _seconds(model, *size)) for size, first in seconds.items()}
-    passes = {nodes: took for (nodes, tokens), took in seconds.items() if not tokens}
-    per_token = {
-        nodes: max(0.0, took - passes[nodes]) / tokens
-        for (nodes, tokens), took in seconds.items()
-        if tokens
-    }
+    passes = dict[int, float]()
+    per_token = dict[int, float]()
+    # of each number of nodes, the pass without a text comes first
+    for (nodes, tokens), pass_seconds in seconds.items():
+        if not tokens:
+            passes[nodes] = pass_seconds
+        else:
+            per_token[nodes] = max(0.0, pass_seconds - passes[nodes]) / tokens
     return CostModel(passes, per_token)
 
 

@@ -66,10 +66,10 @@ class PrefixCache:
         self.drafter: Drafter | None = None
         self._root = Chunk()
         # least recently used first; children come before their parents
-        self._order: OrderedDict[Chunk, None] = OrderedDict()
+        self._by_use: OrderedDict[Chunk, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._by_use)
 
     def find(self, ids: Sequence[int], drafter: Drafter | None = None) -> list[Chunk]:
         """Return the chunks that `ids` begin with, leaving at least one token.
@@ -99,49 +99,74 @@ class PrefixCache:
         return chunks
 
     def remember(self, sequence: SequenceState, tokens: int) -> None:
-        """Enter the whole chunks among the first `tokens` ids of a sequence.
+        """Enter the complete chunks among the first `tokens` ids of a sequence.
 
-        These ids must have keys and values.
+        These ids must have keys and values. If the pool runs short, the later chunks are left out.
         """
-        cache = sequence.cache
         chunks = sequence.chunks
-        state = sequence.draft_state
-        assert cache is not None
         while (len(chunks) + 1) * self.size <= tokens:
-            at = len(chunks)
-            parent = chunks[-1] if chunks else self._root
-            key = tuple(sequence.ids[at * self.size : (at + 1) * self.size])
-            chunk = parent.children.get(key)
-            if chunk is None or (chunk not in self._order):
-                kv = cache.chunk_pages(at, self.size)
-                try:
-                    self._pool.pin(kv)
-                except OutOfPages:
-                    return
-                chunk = parent.children[key] = Chunk(parent, key, kv, sequence.last_hidden.get(at))
-                self._order[chunk] = None
-            elif chunk.last_hidden is None:
-                chunk.last_hidden = sequence.last_hidden.get(at)
+            chunk = self._enter_next(sequence)
+            if chunk is None:
+                return
             chunks.append(chunk)
-            snapshot = cache.snapshot((at + 1) * self.size) if chunk.snapshot is None else None
-            if snapshot is not None:
-                self._pool.pin([snapshot])
-                chunk.snapshot, self._snapshots[chunk] = snapshot, None
-                if len(self._snapshots) > SNAPSHOTS:
-                    self._drop_snapshot(next(iter(self._snapshots)))
-        pool = None if self.drafter is None else self.drafter.pool
-        if pool is not None and state is not None and sequence.drafter is self.drafter:
-            for at, chunk in reversed(list(enumerate(chunks))):
-                if chunk.draft is not None:
-                    break
-                if chunk not in self._order:
-                    continue
-                if (rows := state.chunk_pages(at, self.size)) is not None:
-                    pool.pin(rows)
-                    chunk.draft, chunk.hidden = rows, None
-                elif chunk.hidden is None:
-                    chunk.hidden = state.unread_hidden(at, self.size)
+            self._keep_snapshot(chunk, sequence)
+        self._keep_drafter_rows(sequence)
         self._touch(chunks)
+
+    def _enter_next(self, sequence: SequenceState) -> Chunk | None:
+        """Return the chunk after `sequence.chunks`, entered if it is new; None if it can't be."""
+        cache = sequence.cache
+        assert cache is not None
+        at = len(sequence.chunks)
+        parent = sequence.chunks[-1] if sequence.chunks else self._root
+        key = tuple(sequence.ids[at * self.size : (at + 1) * self.size])
+        last_hidden = sequence.last_hidden.get(at)
+        chunk = parent.children.get(key)
+        if chunk is not None and chunk in self._by_use:
+            if chunk.last_hidden is None:
+                chunk.last_hidden = last_hidden
+            return chunk
+        kv = cache.chunk_pages(at, self.size)
+        try:
+            self._pool.pin(kv)
+        except OutOfPages:
+            return None
+        chunk = Chunk(parent, key, kv, last_hidden)
+        parent.children[key] = chunk
+        self._by_use[chunk] = None
+        return chunk
+
+    def _keep_snapshot(self, chunk: Chunk, sequence: SequenceState) -> None:
+        """Keep the state of recurrent layers behind the last chunk, if the cache has it."""
+        if chunk.snapshot is not None or sequence.cache is None:
+            return
+        snapshot = sequence.cache.snapshot(len(sequence.chunks) * self.size)
+        if snapshot is None:
+            return
+        self._pool.pin([snapshot])
+        chunk.snapshot = snapshot
+        self._snapshots[chunk] = None
+        if len(self._snapshots) > SNAPSHOTS:
+            self._drop_snapshot(next(iter(self._snapshots)))
+
+    def _keep_drafter_rows(self, sequence: SequenceState) -> None:
+        """Keep the drafter's rows of `sequence.chunks`, else the hidden states of their tokens."""
+        state = sequence.draft_state
+        pool = None if self.drafter is None else self.drafter.pool
+        if pool is None or state is None or sequence.drafter is not self.drafter:
+            return
+        for at, chunk in reversed(list(enumerate(sequence.chunks))):
+            if chunk.draft is not None:
+                break
+            if chunk not in self._by_use:
+                continue
+            rows = state.chunk_pages(at, self.size)
+            if rows is not None:
+                pool.pin(rows)
+                chunk.draft = rows
+                chunk.hidden = None
+            elif chunk.hidden is None:
+                chunk.hidden = state.unread_hidden(at, self.size)
 
     def _drop_snapshot(self, chunk: Chunk) -> None:
         if chunk.snapshot is not None:
@@ -156,7 +181,7 @@ class PrefixCache:
         """
         pages = 0
         without = set(kept)
-        for chunk in list(self._order):
+        for chunk in list(self._by_use):
             kv, snapshot = chunk.kv, chunk.snapshot
             if chunk in without or kv is None or not self._pool.is_evictable(kv):
                 continue
@@ -170,7 +195,7 @@ class PrefixCache:
 
         Where all are held, a snapshot goes. Returns whether there was anything to drop.
         """
-        idle = (chunk for chunk in self._order if self._pool.is_evictable(chunk.kv))
+        idle = (chunk for chunk in self._by_use if self._pool.is_evictable(chunk.kv))
         if (first := next(idle, None)) is not None:
             below = [first]
             for chunk in below:  # grows meanwhile
@@ -183,11 +208,11 @@ class PrefixCache:
         return oldest is not None
 
     def clear(self) -> None:
-        for chunk in list(self._order):
+        for chunk in list(self._by_use):
             self._drop(chunk)
 
     def _drop(self, chunk: Chunk) -> None:
-        del self._order[chunk]
+        del self._by_use[chunk]
         if chunk.parent is not None:
             chunk.parent.children.pop(chunk.key, None)
         self._pool.unpin(chunk.kv)
@@ -199,7 +224,7 @@ class PrefixCache:
 
     def _touch(self, chunks: Sequence[Chunk]) -> None:
         for chunk in reversed(chunks):
-            if chunk in self._order:
-                self._order.move_to_end(chunk)
+            if chunk in self._by_use:
+                self._by_use.move_to_end(chunk)
         if chunks and chunks[-1] in self._snapshots:
             self._snapshots.move_to_end(chunks[-1])

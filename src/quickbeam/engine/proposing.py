@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 from quickbeam.drafters.base import Drafter, DraftProbs, DraftRequest
 from quickbeam.engine.budget import ASKED, PLAIN, Budget
@@ -20,7 +20,16 @@ from quickbeam.methods.constrained import constrained
 from quickbeam.models.base import Draft
 
 logger = logging.getLogger(__name__)
-P = TypeVar("P", bound=Any)  # something of a `sequence`
+
+
+class OfSequence(Protocol):
+    """What belongs to one sequence: its proposal, or its part of a pass."""
+
+    @property
+    def sequence(self) -> SequenceState: ...
+
+
+P = TypeVar("P", bound=OfSequence)
 T = TypeVar("T")
 
 # nodes of a tree under the measured budget whose method doesn't use the cost model

@@ -223,15 +223,15 @@ class Scheduler:
         self.active.remove(sequence)
         self.waiting.add(sequence)
 
-    def with_room(self, scheduled: list[ScheduledPart]) -> list[ScheduledPart]:
+    def fit_memory(self, scheduled: list[ScheduledPart]) -> list[ScheduledPart]:
         """Return the parts that can run.
 
         If the pool runs short, trees shrink to roots, and then the latest sequences are preempted.
         """
-        if self._has_room(scheduled):
+        if self._has_memory(scheduled):
             return scheduled
         scheduled = [_root_alone(part) for part in scheduled]
-        while not self._has_room(scheduled):
+        while not self._has_memory(scheduled):
             last = self.active[-1]
             if len(self.active) == 1:
                 pages = f"all {self.pool.limit} pages of keys and values are taken"
@@ -242,7 +242,7 @@ class Scheduler:
             scheduled = [part for part in scheduled if part.sequence is not last]
         return scheduled
 
-    def _has_room(self, scheduled: Sequence[ScheduledPart]) -> bool:
+    def _has_memory(self, scheduled: Sequence[ScheduledPart]) -> bool:
         """Whether the parts fit, once what nobody holds is given up for them."""
         pool = self.pool
         if pool.limit is None:

@@ -16,7 +16,6 @@ from quickbeam.errors import InvalidInput
 from quickbeam.tree import TokenTree
 
 FORMAT, VERSION = "quickbeam trace", 1
-COLUMNS = ("token", "parent", "depth", "source", "value", "accepted")  # of a node's record
 SECONDS = ("draft_seconds", "verify_seconds", "seconds")
 
 
@@ -42,11 +41,16 @@ class Trace:
     def __call__(self, record: StepRecord) -> None:
         tree = record.tree
         accepted = set(record.path)
-        values = map(float, tree.value)
-        columns = zip(tree.token, tree.parent, tree.depth, tree.source, values, strict=True)
         nodes: list[dict[str, Any]] = [
-            dict(zip(COLUMNS, (*row, node in accepted), strict=True))
-            for node, row in enumerate(columns)
+            {
+                "token": tree.token[node],
+                "parent": tree.parent[node],
+                "depth": tree.depth[node],
+                "source": tree.source[node],
+                "value": float(tree.value[node]),
+                "accepted": node in accepted,
+            }
+            for node in range(len(tree))
         ]
         step: dict[str, Any] = {"nodes": nodes, "next": {"token": record.token}}
         step["emitted"] = len(record.emitted)

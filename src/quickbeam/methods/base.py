@@ -10,7 +10,7 @@ from quickbeam.drafters.base import Context, DraftProbs, DraftRequest, Source
 from quickbeam.tree import TokenTree
 
 
-def _nothing(tree: TokenTree, path: Sequence[int]) -> None:
+def _learn_nothing(tree: TokenTree, path: Sequence[int]) -> None:
     """Learn nothing, as most methods do."""
 
 
@@ -22,7 +22,7 @@ class Proposal(NamedTuple):
     """
 
     tree: TokenTree
-    learn: Callable[[TokenTree, Sequence[int]], None] = _nothing
+    learn: Callable[[TokenTree, Sequence[int]], None] = _learn_nothing
 
 
 # The steps of a method that proposes a tree. The generator yields requests to the drafter. It is
@@ -53,7 +53,7 @@ class Method(ABC):
 
 
 def without_calls(
-    tree: TokenTree, learn: Callable[[TokenTree, Sequence[int]], None] = _nothing
+    tree: TokenTree, learn: Callable[[TokenTree, Sequence[int]], None] = _learn_nothing
 ) -> ProposalSteps:
     """Return the steps to propose a tree that takes no call of a drafter."""
     yield from ()

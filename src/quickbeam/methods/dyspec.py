@@ -37,7 +37,7 @@ Draw = tuple[int, float]  # the rank of a drawn child, and the probability it wa
 
 
 class Slot(NamedTuple):
-    """An open slot of the heap: room for one more child of `node`."""
+    """An open slot of the heap: `node` may have one more child."""
 
     minus_worth: float
     v: float  # the probability that verification reaches it

@@ -62,7 +62,8 @@ class Candidate:
     def revalue(self, rate: float) -> None:
         """Set the rate, and the values of all paths through this one."""
         assert self.parent is not None
-        self.rate, self.value = rate, self.parent.value * rate
+        self.rate = rate
+        self.value = self.parent.value * rate
         for child in self.children.values():
             child.revalue(child.rate)
 
@@ -175,7 +176,7 @@ class Search:
             entered = sum(child.rate for child in candidate.children.values())
         return candidate.value * max(0.0, 1 - entered)
 
-    def open(self) -> list[Candidate]:
+    def to_ask(self) -> list[Candidate]:
         """Return the paths to ask the drafter about next; see `CHILD_SHARE` and `FRACTION`."""
         admission_value = self.admission_value
         # if `best` is full, nothing below its last path can get in
@@ -200,7 +201,7 @@ class Search:
         `paths` is the root at first, later some of `best`. `gain` is the number of tokens expected
         from the call. Returns False if the call was not worth its time.
         """
-        nodes = [self._draft_node(path) for path in paths]
+        nodes = [self._add_draft_node(path) for path in paths]
         admission_value = self.admission_value
         # for each of `paths`, what a child's probability must exceed for its path to get in
         min_probs = [ROUNDING * admission_value / (LIFT * path.value) for path in paths]
@@ -219,8 +220,8 @@ class Search:
                 self.enter(path, token, GRAMMAR, 1.0)
         return True
 
-    def _draft_node(self, path: Candidate) -> int:
-        """Return the path's node in the drafter's tree, which it is added to."""
+    def _add_draft_node(self, path: Candidate) -> int:
+        """Add a path to the drafter's tree, where the root is already. Returns its node there."""
         if path.parent is not None:
             assert path.parent.draft_node is not None
             path.draft_node = self._drafted.add(
@@ -317,7 +318,7 @@ def best_first(search: Search, add_free: Callable[[Search], None] = Search.rank)
             asked += sum(worths)
         search.rank()
         add_free(search)
-        paths = search.open()
+        paths = search.to_ask()
 
     def learn(tree: TokenTree, path: Sequence[int]) -> None:
         observe(search, tree, path)

@@ -49,13 +49,18 @@ class Shapes:
             tables = [np.zeros(nodes + 1)]
             shares = list[np.ndarray]()
             for rate in acceptance:
-                value = tables[-1][remaining] + rate * self._best[-1][None, :]
-                value = np.where(possible, value, -np.inf)
+                siblings = tables[-1][remaining]
+                subtree = self._best[-1][None, :]
+                value = np.where(possible, siblings + rate * subtree, -np.inf)
                 shares.append(value.argmax(1))
                 tables.append(value.max(1))
-            below = np.stack(tables)[:, :-1]
-            self._best.append(np.concatenate(([1.0, 1.0], 1 + below[:, 1:].max(0))))
-            self._width.append(np.concatenate(([0, 0], below[:, 1:].argmax(0))))
+            # by number of the root's children, then by nodes below the root, 1 at least
+            below = np.stack(tables)[:, 1:-1]
+            best = 1 + below.max(0)
+            width = below.argmax(0)
+            # without nodes, and for the root alone
+            self._best.append(np.concatenate(([1.0, 1.0], best)))
+            self._width.append(np.concatenate(([0, 0], width)))
             self._share.append(shares)
             if np.array_equal(self._best[-1], self._best[-2]):  # deeper trees are no better
                 break
