@@ -22,8 +22,6 @@ from quickbeam.drafters.shortlist.native import NativeRouter, Router, RouterConf
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.compile.compiled_stack import NativeLinear
 from quickbeam.models.native.library import Kernels, kernels
-from quickbeam.models.native.operands import plain_rows
-from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, Packer
 
 # tokens of a cluster, scored tokens for each frequent one, and the router's hidden width
@@ -66,17 +64,8 @@ def router_of(weight: torch.Tensor, clusters: int, native: Kernels | None) -> He
     if native is None or d % 2:
         plain = router.to(weight)
         return lambda h: plain(h, h)
-    program = Program(native)
-    sides = program.external("hidden", d), program.external("embedded", d)
-    NativeRouter(router, native).add(program, *sides, program.external("scores", clusters, True))
-
-    def run(h: torch.Tensor) -> torch.Tensor:
-        n = len(h)
-        scores, rows = torch.empty(n, clusters), plain_rows(n, range(n))
-        program.run(rows, {"hidden": h, "embedded": h, "scores": scores})
-        return scores
-
-    return run
+    packed = NativeRouter(router, native)
+    return lambda h: packed(h, h)
 
 
 def timed(work: Head, h: torch.Tensor, sweep: torch.Tensor) -> Callable[[], float]:

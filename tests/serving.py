@@ -90,7 +90,7 @@ class Texts(TokenTexts):
     """Texts of tokens 0, 1, …, given as bytes."""
 
     def __init__(self, *texts):
-        self._known = dict(enumerate(texts))
+        self._cached = dict(enumerate(texts))
 
 
 class ScriptedStream:

@@ -49,10 +49,10 @@ def nodes(n, seed=1):
 
 
 def route(shortlist, hidden, embedded):
-    if shortlist.router is None:
+    if shortlist.route is None:
         return shortlist.none
     with torch.inference_mode():
-        return shortlist.choose(shortlist.router(hidden, embedded))
+        return shortlist.choose(shortlist.route(hidden, embedded))
 
 
 def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refused():
