@@ -1,6 +1,7 @@
 """The two acceptance rules, which decide the drafted tokens that stay.
 
-Both are lossless: each yields the distribution of plain decoding. Nothing here knows of models.
+Both are lossless: each yields the distribution of plain decoding. Equality is the default;
+`SamplingParams(coupling="residual")` selects the residual rule. Nothing here knows of models.
 
 **Equality** (`verify_equal`, coupled sampling). The target's logits at a position decide the token
 emitted there. At temperature 0 it is the most probable token. Otherwise it is the token of

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from quickbeam.config import EngineOptions
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.budget import ASKED, MAX_NODES, MAX_NODES_SLOW, Budget
@@ -26,7 +27,6 @@ from quickbeam.models.native.noise import NativeNoise
 from quickbeam.models.native.pages import PagePool
 from quickbeam.noise import Noise
 
-MAX_RUNNING = 32  # the most sequences side by side, by default
 MAX_UNREAD_HIDDEN = 1024  # hidden states that may wait for a drafter that is not asked
 
 
@@ -49,7 +49,7 @@ class Engine:
         self,
         model: Model,
         *,
-        max_running: int = MAX_RUNNING,
+        max_running: int = EngineOptions.max_running,
         pages: int | None = None,
         share: bool = True,
         memory: AnswerMemory | None = None,

@@ -149,7 +149,7 @@ class StepProposer:
 
     def _begin(self, sequence: SequenceState) -> SequenceProposal:
         context = sequence.context
-        max_depth = sequence.remaining - 1
+        max_depth = sequence.remaining - 1  # as the target adds a token behind the accepted path
         context.node_costs = None
         context.explore = False
         nodes = sequence.request.budget
