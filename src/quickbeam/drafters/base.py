@@ -124,7 +124,7 @@ class DraftRequest(NamedTuple):
         return self.context.states[Drafter.name]
 
 
-class Source(ABC):
+class Source:
     """Proposes candidate tokens. It holds no state of a sequence: `begin` returns that state."""
 
     name: str  # the name in statistics and in `TokenTree.source`
@@ -132,6 +132,12 @@ class Source(ABC):
     def begin(self, ids: Sequence[int]) -> SourceState:
         """Return the state of a sequence that begins with the prompt `ids`."""
         return SourceState()
+
+    def learn(self, context: Context, tree: TokenTree, logits: torch.Tensor) -> None:
+        """Learn from a verified tree, before its tokens are committed.
+
+        `logits`: `[n, vocab]`, the target's raw logits after each of its n nodes.
+        """
 
 
 class SourceState:
@@ -225,7 +231,7 @@ class DrafterState(SourceState):
         """Give all memory back."""
 
 
-class Drafter(Source):
+class Drafter(Source, ABC):
     """A source that gives a distribution over the next token after any node of the tree."""
 
     name = "drafter"
@@ -251,12 +257,6 @@ class Drafter(Source):
         Only states with at least `least` unread tokens do. They read as far as the text that
         follows those tokens is known, and at most the first `end` tokens of the text. So a drafter
         reads a long prompt step by step with the target, and no other answer waits for it.
-        """
-
-    def learn(self, context: Context, tree: TokenTree, logits: torch.Tensor) -> None:
-        """Learn from a verified tree, before its tokens are committed.
-
-        `logits`: `[n, vocab]`, the target's raw logits after each of its n nodes.
         """
 
     @abstractmethod

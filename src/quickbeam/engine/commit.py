@@ -124,8 +124,8 @@ class Commit:
         path, token = self._accept(sequence, tree, passed)
         assert proposal.result is not None
         proposal.result.learn(tree, path)
-        if sequence.drafter is not None:
-            sequence.drafter.learn(sequence.context, tree, passed.logits)
+        for source in sequence.policy.sources:
+            source.learn(sequence.context, tree, passed.logits)
         self._rows(sequence, path, passed)
         tokens = [*(tree.token[node] for node in path[1:]), token]
         emitted = sequence.emit(tokens, lambda i: passed.logits[path[i]])

@@ -57,7 +57,7 @@ METHODS = {
     "ar": Preset("base.NoDraft", (), 1),
     "pld": Preset("prompt_lookup.PromptLookup", (NGRAM,)),
     "logitspec": Preset("logitspec.LogitSpec", (NGRAM, LAST_LOGITS, ANSWERS)),
-    "recycling": Preset("auto.Auto", (RECYCLING, NGRAM, LAST_LOGITS, ANSWERS)),
+    "recycling": Preset("auto.Auto", (NGRAM, LAST_LOGITS, ANSWERS, RECYCLING)),
     "dyspec": Preset("dyspec.DySpec", (DRAFTER,), 16),
     "dyspec-printed": Preset("dyspec.printed", (DRAFTER,), 16),
     "dyspec-threshold": Preset("dyspec.Threshold", (DRAFTER,), 16),
@@ -72,7 +72,10 @@ METHODS = {
     "frspec": Preset("dyspec.DySpec", (DRAFTER,), 16, FREQUENCY),
     "dynaspec": Preset("dynaspec.dynaspec", (DRAFTER,), 16, ROUTER),
     "auto": Preset(
-        "auto.Auto", (DRAFTER, NGRAM, LAST_LOGITS, ANSWERS), 0, SHORTENED, without="recycling"
+        "auto.Auto",
+        (NGRAM, LAST_LOGITS, ANSWERS, RECYCLING, DRAFTER),
+        vocab=SHORTENED,
+        without="recycling",
     ),
 }
 
@@ -113,7 +116,7 @@ def make_method(name: str, drafter: Drafter | None = None) -> Method:
     """
     from quickbeam.drafters.last_logits import LastLogits
     from quickbeam.drafters.ngram import Answers, Ngram
-    from quickbeam.drafters.recycling import TokenRecycling
+    from quickbeam.drafters.recycling import Recycling
 
     method_preset = preset(stand_in(name, drafter is not None))
     sources = {
@@ -121,7 +124,7 @@ def make_method(name: str, drafter: Drafter | None = None) -> Method:
         NGRAM: Ngram(),
         LAST_LOGITS: LastLogits(),
         ANSWERS: Answers(),
-        RECYCLING: TokenRecycling(),  # what it learns is the method's, as its rates are
+        RECYCLING: Recycling(),  # what it learns is the method's, as its rates are
     }
     module, maker = method_preset.maker.split(".")
     make = getattr(import_module(f"quickbeam.methods.{module}"), maker)

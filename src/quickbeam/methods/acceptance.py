@@ -26,6 +26,9 @@ RATES = {
     REMEMBERED: (0.25, 0.45, 0.65, 0.8, 0.9),
     GUESSED: (0.04, 0.025, 0.015, 0.01, 0.005),
 }
+# by what the probability of a recycled token is multiplied at first, where it followed the same two
+# tokens, and where it followed the same last one
+PAIR_RATE, TOKEN_RATE = 0.8, 0.5
 # their odds are multiplied by this if the token is the drafter's first choice, and else divided
 AGREEMENT_ODDS = 4.0
 
@@ -48,8 +51,7 @@ class CandidateFeatures(NamedTuple):
         assert self.group is not None
         kind, size, _ = self.group
         choice = FIRST_CHOICE if first_choice else OTHER_CHOICE
-        rate = RATES[kind][size]
-        odds = rate / (1 - rate)
+        odds = self.prior / (1 - self.prior)
         odds *= AGREEMENT_ODDS if first_choice else 1 / AGREEMENT_ODDS
         return CandidateFeatures((kind, size, choice), odds / (1 + odds))
 
@@ -108,6 +110,18 @@ def free_features(kind: str, number: int) -> CandidateFeatures:
     """
     size = min(max(number, 1).bit_length(), len(RATES[kind])) - 1
     return CandidateFeatures((kind, size, NOT_ASKED), RATES[kind][size])
+
+
+def recycled_features(rank: int, probability: float, pair: bool) -> CandidateFeatures:
+    """Return the features of a recycled token (`drafters/recycling.py`).
+
+    `rank` counts its siblings, from 0. `probability`: what the target gave it the last time.
+    `pair`: whether the two tokens before it were the same then, not only the last one.
+    """
+    _, prior = drafted_features(rank, probability)
+    kind = f"recycled {'pair' if pair else 'token'} {min(rank, RANKS - 1)}"
+    known = PAIR_RATE if pair else TOKEN_RATE
+    return CandidateFeatures((kind, bisect_right(EDGES, probability), NOT_ASKED), known * prior)
 
 
 class AcceptanceModel:

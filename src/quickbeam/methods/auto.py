@@ -1,4 +1,4 @@
-"""Our own method: one tree of free candidates (`methods/free.py`) and of a drafter's.
+"""Our own method: one tree of free candidates (`methods/free.py`) and of a drafter's, if any.
 
 All compete in one best-first search. Merging n-grams and last logits with a drafter's candidates by
 calibrated value is ours. They cost nodes but no call. Where the text repeats itself for long, the
@@ -10,9 +10,10 @@ from __future__ import annotations
 from quickbeam.drafters.base import Context, Drafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Answers, Ngram
+from quickbeam.drafters.recycling import Recycling
 from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Method, ProposalSteps
-from quickbeam.methods.free import FreeCandidates
+from quickbeam.methods.free import FreeCandidates, free_tree
 from quickbeam.methods.search import Search, best_first
 
 
@@ -23,18 +24,24 @@ class Auto(Method):
 
     def __init__(
         self,
-        drafter: Drafter,
         ngram: Ngram,
         last_logits: LastLogits,
-        answers: Answers = Answers(),  # noqa: B008
+        answers: Answers,
+        recycling: Recycling,
+        drafter: Drafter | None = None,
     ) -> None:
         self.drafter = drafter
         self.last_logits = last_logits
         self.answers = answers
-        self.sources = (drafter, ngram, last_logits, answers)
+        self.recycling = recycling
+        self.sources = (ngram, last_logits, answers, recycling)
+        if drafter is not None:
+            self.sources = (*self.sources, drafter)
         self.model = AcceptanceModel()
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
-        free = FreeCandidates(context, self.last_logits, self.answers)
+        free = FreeCandidates(context, self.last_logits, self.answers, self.recycling)
+        if self.drafter is None:
+            return free_tree(context, budget, max_depth, self.model, free)
         search = Search(self.drafter, context, budget - 1, max_depth, self.model)
         return best_first(search, free.enter)

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quickbeam.drafters.base import GRAMMAR, Context
+import torch
+
+from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import MAX_N, Answers, Ngram, NgramIndex
+from quickbeam.drafters.recycling import Recycled, Recycling
 from quickbeam.methods.acceptance import (
     GUESSED,
     REMEMBERED,
     REPEATED,
     AcceptanceModel,
     free_features,
+    recycled_features,
 )
 from quickbeam.methods.base import ProposalSteps, without_calls
+from quickbeam.methods.children import likeliest_children
 from quickbeam.methods.search import Candidate, Search, observe
 from quickbeam.tree import TokenTree
 
@@ -36,15 +41,21 @@ class FreeCandidates:
         context: Context,
         last_logits: LastLogits | None = None,
         answers: Answers | None = None,
+        recycling: Recycling | None = None,
     ) -> None:
         self._index: NgramIndex = context.states[Ngram.name]
         self._last_logits = last_logits
         self._answers = answers
+        self._recycling = recycling
+        self._expanded = set[int]()  # candidates after which recycled tokens were looked for
         # candidates whose continuation was looked for, or that belong to one
         self._matched = set[int]()
 
     def enter(self, search: Search) -> None:
-        """Enter continuations of the text below the root, or below new paths, and guesses."""
+        """Enter continuations of the text below the root, or below new paths, and guesses.
+
+        Recycled tokens are entered below every path that is kept.
+        """
         index = self._index
         if not self._matched:
             self._matched.add(search.root.number)
@@ -53,8 +64,19 @@ class FreeCandidates:
                 tokens = index.continuation(match, longest)
                 self._continue(search, search.root, tokens, index.extent(match, LONGEST))
             self._remember(search, search.root, longest)
+            self._recycle(search, search.root)
             self._guess(search)
             search.rank()
+        self._continue_new_paths(search)
+        while new_paths := [path for path in search.best if path.number not in self._expanded]:
+            for path in new_paths:
+                self._recycle(search, path)
+            search.rank()
+            self._continue_new_paths(search)
+
+    def _continue_new_paths(self, search: Search) -> None:
+        """Enter continuations of the text below the paths that are new in `search.best`."""
+        index = self._index
         new_paths = [path for path in search.best if path.number not in self._matched]
         for path in new_paths:
             self._matched.add(path.number)
@@ -64,7 +86,8 @@ class FreeCandidates:
                 tokens = index.continuation(match, LONGEST, drafted)
                 self._continue(search, path, tokens, match.length)
             self._remember(search, path, LONGEST)
-        search.rank()
+        if new_paths:
+            search.rank()
 
     def _tail(self, search: Search, path: Candidate) -> tuple[int, ...]:
         """Return the last tokens of the text that ends with `path`, as many as n-grams have."""
@@ -112,6 +135,57 @@ class FreeCandidates:
                 path = search.enter(path, token, source, rate, [features])
             self._matched.add(path.number)
 
+    def _recycle(self, search: Search, path: Candidate) -> None:
+        """Enter what was likely the last time after the token that `path` ends with.
+
+        A token that is below `path` already gets the larger of two rates. The others share what
+        those tokens leave.
+        """
+        self._expanded.add(path.number)
+        context = search.context
+        admission_value = search.admission_value
+        if (
+            self._recycling is None
+            or path.value <= admission_value
+            or path.depth >= search.max_depth
+            or context.forced(path.path) is not None
+        ):
+            return
+        recycled = self._recycling.after(context, path.path)
+        if recycled is None:
+            return
+        ranked = _ranked(context, recycled, path.depth)
+        left = self._join(search, path, ranked, recycled.pair) if path.children else 1.0
+        for rank, (token, probability) in enumerate(ranked):
+            if token in path.children:
+                continue
+            features = recycled_features(rank, probability, recycled.pair)
+            rate = search.model.rate(features) * left
+            value = path.value * rate
+            if value <= admission_value or search.below_cost(value, path.depth + 1 + rank):
+                break
+            if context.within(path.path, [token]):
+                search.enter(path, token, Recycling.name, rate, (features,))
+
+    def _join(
+        self, search: Search, path: Candidate, ranked: Sequence[tuple[int, float]], pair: bool
+    ) -> float:
+        """Give the children that `path` has the rates of the same recycled tokens, if larger.
+
+        Returns by what the rates of the other recycled tokens are multiplied.
+        """
+        shared = 0.0
+        for rank, (token, probability) in enumerate(ranked):
+            child = path.children.get(token)
+            if child is not None:
+                features = recycled_features(rank, probability, pair)
+                rate = min(search.model.rate(features), 1 - 1e-6)
+                child.features.append(features)
+                child.revalue(max(child.rate, rate))
+                shared += rate
+        entered = sum(child.rate for child in path.children.values())
+        return max(0.0, 1 - entered) / max(1e-6, 1 - shared)
+
     def _guess(self, search: Search) -> None:
         """Enter what the last logits nearly chose below the root."""
         if self._last_logits is None:
@@ -130,6 +204,20 @@ class FreeCandidates:
                 break
             if token not in search.root.children:
                 search.enter(search.root, token, LastLogits.name, rate, (features,))
+
+
+def _ranked(context: Context, recycled: Recycled, depth: int) -> list[tuple[int, float]]:
+    """Return recycled tokens and their probabilities after a node of this depth.
+
+    The likeliest come first, given the noise of their position (`methods/children.py`).
+    """
+    if context.noise is None:
+        return list(zip(recycled.tokens.tolist(), recycled.probs.tolist(), strict=True))
+    probs = DraftProbs(
+        torch.from_numpy(recycled.probs)[None], torch.from_numpy(recycled.tokens.astype("int64"))
+    )
+    (row,) = likeliest_children(context, probs, [depth], len(recycled.tokens))
+    return list(zip(*row, strict=True))
 
 
 def free_tree(

@@ -173,7 +173,8 @@ class Search:
             return 0.0
         entered = 0.0
         if not self.wide:
-            entered = sum(child.rate for child in candidate.children.values())
+            import os
+            entered = (max if os.environ.get('V1','1')=='1' else sum)([0.0]+[child.rate for child in candidate.children.values()])
         return candidate.value * max(0.0, 1 - entered)
 
     def to_ask(self) -> list[Candidate]:
@@ -323,7 +324,7 @@ def best_first(search: Search, add_free: Callable[[Search], None] = Search.rank)
     def learn(tree: TokenTree, path: Sequence[int]) -> None:
         observe(search, tree, path)
         if search.costed and asked:
-            added = sum(search.wide or tree.source[node] == search.name for node in path[1:])
+            added = sum(search.wide or tree.source[node]==search.name or (__import__('os').environ.get('V2','1')=='1' and node <= len(search.best) and search.best[node - 1].probability is not None) for node in path[1:])
             search.model.observe_calls(added, asked)
 
     return Proposal(search.tree(), learn)
