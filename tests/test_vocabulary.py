@@ -18,8 +18,8 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.drafters.vocabulary import is_listed, make_shortlist
-from quickbeam.engine.drafting import Drafting
 from quickbeam.engine.engine import Engine
+from quickbeam.engine.method_store import MethodStore
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.native import library
@@ -152,11 +152,11 @@ def test_the_default_takes_a_list_that_is_there_and_no_router(pairs, tmp_path):
     assert not is_listed(own)
     pair = pairs["attention"]
     for drafter, expected in ((pair.drafter, "frequency+context"), (own, "full")):
-        drafting = Drafting(pair.target, None, lambda model, tokenizer: drafter)  # noqa: B023
-        drafting.load()
-        assert drafting.setting("auto", None, None).vocab == expected
-    assert drafting.setting("dynaspec", None, None).vocab == "router"
-    assert drafting.setting("auto", "router", 9).vocab == "router"
+        store = MethodStore(pair.target, None, lambda model, tokenizer: drafter)  # noqa: B023
+        store.load()
+        assert store.setting("auto", None, None).vocab == expected
+    assert store.setting("dynaspec", None, None).vocab == "router"
+    assert store.setting("auto", "router", 9).vocab == "router"
 
 
 @pytest.mark.parametrize(("name", "vocab"), few(CASES, CASES[len(DRAFTED) + 1 :]))

@@ -1,11 +1,11 @@
-"""What came after the end of the text before: in this text, and in those that are remembered."""
+"""N-grams as a source: what came after the end of the text, where it occurred before."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quickbeam.drafters.base import Context, Source, SourceState
-from quickbeam.drafters.texts import AGREED, Match
+from quickbeam.drafters.base import Source, SourceState
+from quickbeam.drafters.texts import Match
 
 MAX_N = 3  # tokens of the longest n-grams
 
@@ -88,15 +88,3 @@ class Ngram(Source):
         index = NgramIndex()
         index.extend(ids)
         return index
-
-
-class Answers(Source):
-    """The texts of `Context.texts` as a source of candidates."""
-
-    name = "answers"
-
-    def match(self, context: Context, path: Sequence[int] = ()) -> Match | None:
-        """Return the best match of the text so far, continued by `path`; None without one."""
-        if context.texts is None:
-            return None
-        return context.texts.match([*context.ids[-AGREED:], *path][-AGREED:])

@@ -41,7 +41,7 @@ class Speed:
         self._tokens = guess * self.TRUST
         self._seconds = self.TRUST
         self.steps_since = 0
-        self.pause = float(Budget.EXPLORE)
+        self.pause = float(MeasuredBudget.EXPLORE)
 
     @property
     def mean(self) -> float:
@@ -59,7 +59,7 @@ class Speed:
         return seconds
 
 
-class Budget:
+class MeasuredBudget:
     """Decides which steps draft, how many nodes a tree has, and which calls of a drafter are made.
 
     `begin` opens a step, `observe` closes it. Each `setting` (methods and what their drafts depend

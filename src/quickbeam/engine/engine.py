@@ -13,7 +13,7 @@ import torch
 from quickbeam.config import EngineOptions
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.texts import AnswerMemory
-from quickbeam.engine.budget import ASKED, MAX_NODES, MAX_NODES_SLOW, Budget
+from quickbeam.engine.budget import ASKED, MAX_NODES, MAX_NODES_SLOW, MeasuredBudget
 from quickbeam.engine.commit import Commit
 from quickbeam.engine.measuring import measure
 from quickbeam.engine.prefix_cache import PrefixCache
@@ -40,7 +40,7 @@ class Engine:
     - `pages`: pages of keys and values, None for any number.
     - `share`: whether texts that begin alike share their beginning.
     - `memory`: what finished texts are kept in, for other answers to draft from; None for none.
-    - `budget`: None measures the model's passes when the first tree needs it.
+    - `budget`: None makes one when the first tree needs it, and measures the model's passes then.
 
     Every request ends with a reason or an `error` of its own: no failure touches another sequence.
     """
@@ -53,7 +53,7 @@ class Engine:
         pages: int | None = None,
         share: bool = True,
         memory: AnswerMemory | None = None,
-        budget: Budget | None = None,
+        budget: MeasuredBudget | None = None,
     ) -> None:
         self.model = model
         pool = model.pool
@@ -71,11 +71,11 @@ class Engine:
         self.decoding_tokens = 0
 
     @property
-    def budget(self) -> Budget:
-        """The budget. It is made on first use, because it measures passes."""
+    def budget(self) -> MeasuredBudget:
+        """The measured budget. It is made on first use, because it measures passes."""
         if self._budget is None:
             max_nodes = MAX_NODES if self.model.streamed is None else MAX_NODES_SLOW
-            self._budget = Budget(measure(self.model, max_nodes), max_nodes)
+            self._budget = MeasuredBudget(measure(self.model, max_nodes), max_nodes)
         return self._budget
 
     def add(self, request: Request) -> SequenceState:
@@ -216,16 +216,16 @@ class Engine:
         # verify
         scheduled = self.scheduler.fit_memory(scheduled + reading)
         passed = self._forward(scheduled)
-        verifying = time.perf_counter() - drafted
+        verify_seconds = time.perf_counter() - drafted
         # commit
-        commit = Commit(self.prefixes, began, drafted - began, verifying)
+        commit = Commit(self.prefixes, began, drafted - began, verify_seconds)
         emitted = 0
         for part, part_passed in zip(scheduled, passed, strict=True):
             if part_passed is not None and not part.sequence.over:
                 emitted += commit.part(part, part_passed)
         self._advance_drafters(scheduled)
         seconds = time.perf_counter() - began
-        self._record_times(scheduled, seconds, verifying)
+        self._record_times(scheduled, seconds, verify_seconds)
         if not prompts:
             self.decoding_seconds += seconds
             self.decoding_tokens += emitted
@@ -266,7 +266,7 @@ class Engine:
         the hidden states are kept, in case a call is worth it later on.
         """
         request = sequence.request
-        fixed = request.budget is not None or not sequence.policy.uses_cost_model
+        fixed = request.budget != "auto" or not sequence.method.uses_cost_model
         if fixed or self._budget is None:
             return True
         if sequence.drafter is not None and sequence.drafter.skips:
@@ -302,7 +302,7 @@ class Engine:
             read_ahead(drafter, [sequence], least, sequence.read)
 
     def _record_times(
-        self, scheduled: Sequence[ScheduledPart], seconds: float, verifying: float
+        self, scheduled: Sequence[ScheduledPart], seconds: float, verify_seconds: float
     ) -> None:
         for part in scheduled:
             statistics = part.sequence.statistics
@@ -317,4 +317,4 @@ class Engine:
         cost = self._budget.cost
         # the texts have the step's tokens by now, which changes little
         context = sum(cost.of_context(tree.part.rows, len(tree.sequence.ids)) for tree in trees)
-        cost.observe_pass(sum(part.part.rows for part in scheduled), verifying, context)
+        cost.observe_pass(sum(part.part.rows for part in scheduled), verify_seconds, context)

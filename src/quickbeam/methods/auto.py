@@ -7,9 +7,11 @@ drafter is not asked at all.
 
 from __future__ import annotations
 
+from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import Context, Drafter
 from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Answers, Ngram
+from quickbeam.drafters.ngram import Ngram
+from quickbeam.drafters.recycling import TokenRecycling
 from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Method, ProposalSteps
 from quickbeam.methods.free import FreeCandidates
@@ -21,20 +23,19 @@ class Auto(Method):
 
     uses_cost_model = True
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        ngram: Ngram,
-        last_logits: LastLogits,
-        answers: Answers = Answers(),  # noqa: B008
-    ) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.last_logits = last_logits
-        self.answers = answers
-        self.sources = (drafter, ngram, last_logits, answers)
+        self.last_logits = LastLogits()
+        self.answers = Answers()
+        self.sources = (drafter, Ngram(), self.last_logits, self.answers)
         self.model = AcceptanceModel()
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         free = FreeCandidates(context, self.last_logits, self.answers)
         search = Search(self.drafter, context, budget - 1, max_depth, self.model)
         return best_first(search, free.enter)
+
+
+def recycling() -> Auto:
+    """Return the same search over Token Recycling, which needs no model to draft."""
+    return Auto(TokenRecycling())

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import MAX_N, Answers, Ngram, NgramIndex
+from quickbeam.drafters.ngram import MAX_N, Ngram, NgramIndex
 from quickbeam.methods.acceptance import (
     GUESSED,
     REMEMBERED,

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
+from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import MAX_N, Answers, Ngram, NgramIndex
+from quickbeam.drafters.ngram import MAX_N, Ngram, NgramIndex
 from quickbeam.drafters.texts import AGREED
 from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Method, ProposalSteps, without_calls
 from quickbeam.methods.free import FreeCandidates, free_tree
-from quickbeam.methods.prompt_lookup import graft
 from quickbeam.tree import TokenTree
 
 CHAIN = 20  # the most tokens of the chain
@@ -51,15 +51,10 @@ class LogitSpec(Method):
 
     uses_cost_model = True
 
-    def __init__(
-        self,
-        ngram: Ngram,
-        last_logits: LastLogits,
-        answers: Answers = Answers(),  # noqa: B008
-    ) -> None:
-        self.last_logits = last_logits
-        self.answers = answers
-        self.sources = (ngram, last_logits, answers)
+    def __init__(self) -> None:
+        self.last_logits = LastLogits()
+        self.answers = Answers()
+        self.sources = (Ngram(), self.last_logits, self.answers)
         self.model = AcceptanceModel()
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
@@ -76,7 +71,7 @@ class LogitSpec(Method):
         tail = context.ids[-MAX_N:]
 
         def add(node: int, tokens: Iterable[int], source: str) -> int:
-            return graft(tree, node, tokens, source, budget, max_depth)
+            return tree.add_path(node, tokens, source, budget, max_depth)
 
         # the beginning of the chain
         tokens = list[int]()
