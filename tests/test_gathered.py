@@ -38,7 +38,7 @@ def test_every_source_drafts_on_every_device(device, temperature):
     model = gathered("llama", device)
     network = EagleHead(WIDE, model.embedding, model.head)
     network.load_state_dict(head_of(WIDE, tiny("llama", seed=4)).state_dict())
-    eagle, small = eagle_drafter(network, model, native=False), tiny("llama", seed=4).to(device)
+    eagle, small = eagle_drafter(network, model, None), tiny("llama", seed=4).to(device)
     drafter = LMDrafter(make_model(small, native=False), VOCAB)
     methods = [LogitSpec(), DySpec(drafter), DySpec(eagle)]
     methods += [Auto(one) for one in (drafter, eagle)]

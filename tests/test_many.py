@@ -28,6 +28,7 @@ from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.methods.prompt_lookup import PromptLookup
+from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 
@@ -61,7 +62,7 @@ class World:
         self.model = make_model(source, chunk=32, native=way == "native")
         network = EagleHead(WIDE, self.model.embedding, self.model.head)
         network.load_state_dict(weights)
-        self.drafter = eagle_drafter(network, self.model)
+        self.drafter = eagle_drafter(network, self.model, library.kernels())
         small = make_model(tiny(layout, dtype, seed=3), native=way == "native")
         self.small = LMDrafter(small, VOCAB)
         self.alone = functools.cache(self._alone)

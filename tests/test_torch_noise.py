@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from answers import answer
+from answers import answer, request
 from models import VOCAB
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.engine.engine import Engine
@@ -14,7 +14,7 @@ from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.prompt_lookup import PromptLookup
 from quickbeam.models.base import Draws
-from quickbeam.models.native.library import cached_kernels
+from quickbeam.models.native import library
 from quickbeam.models.native.noise import NativeNoise
 from quickbeam.models.torch import noise as of_torch
 from quickbeam.models.torch.graphs import Graphs
@@ -144,8 +144,10 @@ def answered(model, method, budget=8, **sampling):
 
 
 def test_the_host_draws_by_the_kernels_where_there_are_any():
-    noise = Engine(made("llama"))._make_noise(1, 0, 97)
-    assert isinstance(noise, NativeNoise) == (cached_kernels() is not None)
+    kernels = library.kernels()
+    engine = Engine(made("llama"), kernels=kernels)
+    sequence = engine.new_sequence(request(engine.model, NoDraft(), SamplingParams(**PLAIN), [1]))
+    assert isinstance(sequence.noise, NativeNoise) == (kernels is not None)
 
 
 @pytest.mark.usefixtures("graphs_on_the_cpu")

@@ -134,6 +134,7 @@ class LLM:
                 model=folder,
                 progress=progress,
                 weights=options.draft_weights,
+                kernels=library.kernels(),
             )
 
         self.folder = folder
@@ -176,14 +177,21 @@ class LLM:
         self.method = stand_in(options.method, load_drafter is not None)
         if answers is not None:
             answers.check(self.model.vocab_size)
+        kernels = library.kernels()
         self.method_store = MethodStore(
-            self.model, self.tokenizer, load_drafter, options.vocab, options.shortlist
+            self.model,
+            self.tokenizer,
+            load_drafter,
+            vocab=options.vocab,
+            shortlist=options.shortlist,
+            kernels=kernels,
         )
         self.engine = Engine(
             self.model,
             max_running=options.max_running,
             share=options.share_prefixes,
             memory=answers,
+            kernels=kernels,
         )
         self.thread = EngineThread(self.engine)
         self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self.eos_ids)

@@ -36,7 +36,8 @@ class NgramIndex(SourceState):
         follow the occurrence. Returns None without a match. `suffix` is the end of the text,
         perhaps continued by tokens that are only guessed; its last `MAX_N` tokens are enough.
         """
-        ids, after = self.ids, self._after
+        ids = self.ids
+        after = self._after
         size = len(suffix)
         for end in range(self._entered, len(ids)):
             for n in range(1, min(MAX_N, end) + 1):
@@ -57,9 +58,11 @@ class NgramIndex(SourceState):
 
         This shows how long the repetition has gone on.
         """
-        ids, length = self.ids, 0
+        ids = self.ids
+        length = 0
         limit = min(limit, match.position)
-        before, last = match.position - 1, len(ids) - 1
+        before = match.position - 1
+        last = len(ids) - 1
         while length < limit and ids[before - length] == ids[last - length]:
             length += 1
         return length

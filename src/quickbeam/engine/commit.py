@@ -122,7 +122,8 @@ class Commit:
             sequence.end("length")
             return
         logits = passed.logits[-1].clone()  # a slice would keep the logits of all rows in memory
-        _, token = self._accept(sequence, TokenTree(sequence.ids[-1]), Passed(logits[None]))
+        root = TokenTree(sequence.ids[-1])
+        _, token = self._accept(sequence, root, Passed(logits[None]))
         sequence.emit([token], lambda _: logits)
         sequence.extend([token], logits)
 
@@ -189,7 +190,8 @@ class Commit:
         before = sequence.read
         assert cache is not None
         cache.commit(path)
-        drafter, state = sequence.drafter, sequence.draft_state
+        drafter = sequence.drafter
+        state = sequence.draft_state
         if drafter is None or state is None or not drafter.needs_hidden or passed.hidden is None:
             return
         hidden = passed.hidden

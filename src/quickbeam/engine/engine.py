@@ -22,10 +22,8 @@ from quickbeam.engine.scheduler import ScheduledPart, Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Model, Passed, inference
-from quickbeam.models.native.library import cached_kernels
-from quickbeam.models.native.noise import NativeNoise
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.pages import PagePool
-from quickbeam.noise import Noise
 
 MAX_UNREAD_HIDDEN = 1024  # hidden states that may wait for a drafter that is not asked
 
@@ -41,6 +39,8 @@ class Engine:
     - `share`: whether texts that begin alike share their beginning.
     - `memory`: what finished texts are kept in, for other answers to draft from; None for none.
     - `budget`: None makes one when the first tree needs it, and measures the model's passes then.
+    - `kernels`: compute what the host does between passes: draws, and the largest of some numbers.
+      None: those that run the model if there are any, else PyTorch and NumPy.
 
     Every request ends with a reason or an `error` of its own: no failure touches another sequence.
     """
@@ -54,11 +54,13 @@ class Engine:
         share: bool = True,
         memory: AnswerMemory | None = None,
         budget: MeasuredBudget | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.model = model
-        pool = model.pool
-        # the host's draws take a tenth of the time by the kernels, on whichever device passes run
-        self._kernels = pool.kernels if isinstance(pool, PagePool) else cached_kernels()
+        if kernels is None and isinstance(model.pool, PagePool):
+            kernels = model.pool.kernels
+        # draws take a tenth of the time by the kernels, on whichever device passes run
+        self._kernels = kernels
         self.prefixes = PrefixCache(model.granularity if share else None, model.pool)
         self.scheduler = Scheduler(model, self.prefixes, max_running)
         model.pool.limit = pages
@@ -92,7 +94,7 @@ class Engine:
         self.model.check_prompt(request.prompt)
         prompt = len(request.prompt)
         max_tokens = request.params.max_tokens
-        sequence = SequenceState(request, self._make_noise)
+        sequence = SequenceState(request, self._kernels)
         for limit, what, advice in self.limits(sequence.drafter):
             if prompt + max_tokens > limit:
                 raise InvalidInput(
@@ -102,15 +104,11 @@ class Engine:
                 )
         return sequence
 
-    def _make_noise(self, seed: int, choice: int, vocab: int) -> Noise:
-        if self._kernels is None:
-            return Noise(seed, choice, vocab)
-        return NativeNoise(self._kernels, seed, choice, vocab)
-
     def limits(self, drafter: Drafter | None) -> list[tuple[int, str, str]]:
         """Return how many tokens a prompt and its answer may have together.
 
-        By each thing that limits them: the number, its name, and what else may be done about it.
+        There is an entry for each thing that limits them: the number of tokens, the thing's name,
+        and what else may be done about it.
         """
         limits = list[tuple[int, str, str]]()
         if self.model.context_length is not None:
@@ -316,5 +314,8 @@ class Engine:
             return
         cost = self._budget.cost
         # the texts have the step's tokens by now, which changes little
-        context = sum(cost.of_context(tree.part.rows, len(tree.sequence.ids)) for tree in trees)
-        cost.observe_pass(sum(part.part.rows for part in scheduled), verify_seconds, context)
+        context = 0.0
+        for tree in trees:
+            context += cost.of_context(tree.part.rows, len(tree.sequence.ids))
+        rows = sum(part.part.rows for part in scheduled)
+        cost.observe_pass(rows, verify_seconds, context)

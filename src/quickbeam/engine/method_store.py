@@ -16,6 +16,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.methods import METHODS, make_method, preset, stand_in
 from quickbeam.methods.base import Method
 from quickbeam.models.base import Model
+from quickbeam.models.native.library import Kernels
 from quickbeam.params import COUPLED, SamplingParams
 
 LoadDrafter = Callable[[Model, Any], Drafter]  # from a model and its tokenizer
@@ -57,6 +58,7 @@ class MethodStore:
 
     - `load_drafter`: called when a method first needs the drafter; None where there is none.
     - `vocab`, `shortlist`: what the drafter scores where a call says nothing; see `LLMOptions`.
+    - `kernels`: score shortlists if they can; None: PyTorch does.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class MethodStore:
         load_drafter: LoadDrafter | None = None,
         vocab: str | None = None,
         shortlist: int | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._load_drafter = load_drafter
         self._vocab = vocab
         self._shortlist = shortlist
+        self._kernels = kernels
         self.drafter: Drafter | None = None
         self._is_listed = False  # whether the drafter comes with a list of frequent tokens
         self._making_shortlists = threading.Lock()
@@ -137,9 +141,12 @@ class MethodStore:
         if self.drafter is None or not self.uses_drafter(setting.method):
             return None
         key = self._key(setting)
+        vocab, size = key
         with self._making_shortlists:
             if key not in self._shortlists:
-                self._shortlists[key] = make_shortlist(self.drafter, self._model, *key)
+                self._shortlists[key] = make_shortlist(
+                    self.drafter, self._model, vocab, size, self._kernels
+                )
             self._shortlists.move_to_end(key)
             if len(self._shortlists) > MAX_SHORTLISTS:
                 self._shortlists.popitem(last=False)

@@ -20,6 +20,8 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.methods.base import Method
 from quickbeam.models.base import Draws
 from quickbeam.models.cache.kv import SequenceCache
+from quickbeam.models.native.library import Kernels
+from quickbeam.models.native.noise import NativeNoise
 from quickbeam.noise import Noise
 from quickbeam.params import COUPLED, SamplingParams
 from quickbeam.sampling import Sampler, logprobs
@@ -79,9 +81,10 @@ class SequenceState:
 
     The request's seed, or one that is drawn, makes the noise of its positions. For the residual
     rule it makes two generators: for what is emitted, and for what is drawn while drafting.
+    `kernels` compute the noise, and what drafts need; None: NumPy and PyTorch do.
     """
 
-    def __init__(self, request: Request, noise: Callable[[int, int, int], Noise] = Noise) -> None:
+    def __init__(self, request: Request, kernels: Kernels | None = None) -> None:
         self.request = request
         self.params = request.params
         self.method = request.method
@@ -119,7 +122,12 @@ class SequenceState:
         draft_generator = torch.Generator()
         draft_generator.manual_seed((choice_seed ^ DRAFT_SEED) % 2**64)
         coupled = not self.params.greedy and self.params.coupling == COUPLED
-        self.noise = noise(self.seed, choice, request.sampler.vocab_size) if coupled else None
+        vocab_size = request.sampler.vocab_size
+        self.noise: Noise | None = None
+        if coupled and kernels is not None:
+            self.noise = NativeNoise(kernels, self.seed, choice, vocab_size)
+        elif coupled:
+            self.noise = Noise(self.seed, choice, vocab_size)
         # how its tokens are drawn, where that takes their logits alone
         self.draws: Draws | None = None
         if coupled and not self.params.filters and not self.params.adjusts_logits:
@@ -133,6 +141,7 @@ class SequenceState:
             filters=self.params if self.params.filters else None,
             grammar=request.sampler.grammar,
             tenant=request.tenant,
+            kernels=kernels,
         )
 
     @property
@@ -184,7 +193,7 @@ class SequenceState:
     @property
     def draft_state(self) -> DrafterState | None:
         """What its drafter keeps of it, or None."""
-        return None if self.drafter is None else self.context.states.get(self.drafter.name)
+        return self.context.draft_state
 
     def begin(self, cache: SequenceCache) -> None:
         """Let the sources read the text so far. Keys and values go to `cache`."""

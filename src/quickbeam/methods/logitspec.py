@@ -38,15 +38,16 @@ class LogitSpec(Method):
       that token, as a guess of the one after the root. Then comes what followed the longest match
       ending in (root, guess), or in the guess alone. A branch has 4, 3 or 1 tokens in all, by rank.
 
-    The paper spends 64 nodes, and the chain goes first. With fewer it would leave little to the
-    guesses. So here it at first gets only 3 tokens for each matched token, and after each branch as
-    many further tokens as the branch added. A smaller tree is the beginning of a larger one. Nodes
-    that two drafts share are added once.
+    The paper spends 64 nodes, and the chain goes first. With fewer nodes that would leave little to
+    the guesses. So here the chain at first gets only 3 tokens for each matched token, and after
+    each branch as many further tokens as the branch added. A smaller tree is the beginning of a
+    larger one. Nodes that two drafts share are added once.
 
-    Where a finished text agrees with this one's end for longer, the chain is how that went on.
+    If a finished text agrees with more of this text's end than this text's own match does, the
+    chain is the continuation of the finished text.
 
-    That is for a fixed budget, and its nodes carry no value. Where nodes have costs, the
-    same sources compete by their acceptance rates, as in `auto` (`methods/free.py`).
+    This rule is for a fixed budget, and its nodes carry no value. Where nodes have costs, the same
+    sources compete by their acceptance rates, as in `auto` (`methods/free.py`).
     """
 
     uses_cost_model = True

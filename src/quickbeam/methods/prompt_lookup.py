@@ -15,7 +15,8 @@ LENGTH = 10  # tokens of the chain, as in transformers (`num_output_tokens`)
 class PromptLookup(Method):
     """Drafts what followed the newest occurrence of the longest n-gram that ends in the root.
 
-    It drafts `LENGTH` tokens at most; where nodes have costs, those that are worth them.
+    It drafts at most `LENGTH` tokens. Where nodes have costs, it drafts the tokens that are worth
+    theirs.
     """
 
     uses_cost_model = True

@@ -106,8 +106,8 @@ class Search:
     def rank(self) -> None:
         """Choose `best` anew from all candidates.
 
-        Paths no likelier than `_next_node_cost` add no node. They can still replace a less likely
-        path.
+        A path whose value is at most `_next_node_cost` adds no node. It can still replace a less
+        likely path.
         """
         self.candidates.sort(key=lambda candidate: (-candidate.value, candidate.number))
         self.best = self.candidates[: self.size]
@@ -166,8 +166,8 @@ class Search:
     def worth(self, candidate: Candidate) -> float:
         """Return the probability that asking about `candidate` is of use.
 
-        That is that it is reached, and that none of the children it has is accepted. It is 0 if a
-        grammar leaves no choice.
+        Asking is of use if verification reaches the candidate and accepts none of the children that
+        it has already. The probability is 0 if a grammar leaves no choice.
         """
         if self.context.forced(candidate.path) is not None:
             return 0.0
@@ -253,7 +253,7 @@ class Search:
     def _correct_children(self, parent: Candidate, row: Row, confidence: float | None) -> float:
         """Correct the rates of the children that `parent` has by the drafter's answer.
 
-        Returns by what the rates of the drafter's other tokens are multiplied.
+        Returns the factor for the rates of the drafter's other tokens.
         """
         tokens, probabilities = row
         drafter_sum = 0.0
