@@ -671,7 +671,7 @@ def cpu_times(owner: Any, name: str) -> Iterator[list[float]]:
 
 def host_times(llm: Any, prompt: list[int], params: SamplingParams, name: str) -> dict[str, Any]:
     """Return milliseconds of the engine's thread a step, without passes and drafter's calls."""
-    drafter = llm.drafting.drafter
+    drafter = llm.method_store.drafter
     parts = dict[str, list[float]]()
     with ExitStack() as stack:
         parts["step"] = stack.enter_context(cpu_times(llm.engine, "step"))

@@ -18,7 +18,8 @@ from torch import nn
 from common import arguments, finish, milliseconds, numbers, script
 from quickbeam.drafters.base import probs_of
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.native import NativeRouter, Router, RouterConfig, rows_format
+from quickbeam.drafters.shortlist.native import rows_format
+from quickbeam.drafters.shortlist.router import NativeRouter, Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.compile.compiled_stack import NativeLinear
 from quickbeam.models.native.library import Kernels, kernels
@@ -52,7 +53,7 @@ def shortlist(weight: torch.Tensor, share: float) -> tuple[Head, Layout, int]:
     layout, chosen = layout_of(len(weight), share)
     chosen = chosen.to(weight.device)
     router = Router(RouterConfig(2, 2, 2, layout.clusters))  # `router_of` measures one
-    score = Shortlist(weight, layout, router=router, chosen=len(chosen)).begin([]).score
+    score = Shortlist(weight, layout, kernels(), router=router, chosen=len(chosen)).begin([]).score
     tokens = layout.frequent + len(chosen) * CLUSTER
     return lambda h: probs_of(score(h, chosen).logits, 1.0), layout, tokens
 

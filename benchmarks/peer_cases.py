@@ -86,7 +86,7 @@ class Case:
         if self.bits and not is_file:
             own += ["--weights", BITS[self.bits]]
         for method in given.methods.split(","):
-            drafts = self.drafter and "drafter" in preset(method).sources
+            drafts = self.drafter and preset(method).uses_drafter
             more = ["--drafter", self.drafter] if drafts else []
             yield f"quickbeam {method}", [*own, "--method", method, *more]
         if given.llama and (embedded or is_file):

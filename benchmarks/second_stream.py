@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from common import arguments, finish, milliseconds, numbers, script
 from heads import SHAPES, WIDTH, layout_of
-from quickbeam.drafters.shortlist.native import Router, RouterConfig
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 
 REPEATS = 40
@@ -42,9 +42,9 @@ def works_of(vocab: int, d: int, rows: int, share: float) -> dict[str, Work]:
     weight = torch.randn(vocab, config.hidden_size, **on)  # type: ignore[call-overload]
     layout, chosen = layout_of(vocab, share)
     router = Router(RouterConfig(x.shape[-1], x.shape[-1], WIDTH, layout.clusters))
-    shortlist = Shortlist(weight, layout, router=router, chosen=len(chosen))
-    assert shortlist.fused is not None and shortlist.router is not None
-    fused, route, aside = shortlist.fused, shortlist.router, torch.cuda.Stream()
+    shortlist = Shortlist(weight, layout, None, router=router, chosen=len(chosen))
+    assert shortlist.fused is not None and shortlist.route is not None
+    fused, route, aside = shortlist.fused, shortlist.route, torch.cuda.Stream()
 
     def run_layer() -> torch.Tensor:
         out = layer(x, position_embeddings=angles)

@@ -115,7 +115,7 @@ def compared(llm: LLM, curves: dict[str, list[Entry]], given: Namespace) -> Iter
         enough = asked * -(-4 * many // len(asked))  # as many run for most of the time
         for name in ("ar", "logitspec", "auto"):
             rate, host = decoded(llm, enough, name, given)
-            seconds = here(cost, llm.drafting.drafter, host, context)
+            seconds = here(cost, llm.method_store.drafter, host, context)
             guess = best([] if name == "ar" else curves[name], many, seconds)[1]
             cells[many, name].append((rate, guess, guess / rate))
     for (many, name), turns in cells.items():

@@ -1,4 +1,4 @@
-"""Tokens a step of tree policies at the same places of plain answers.
+"""Tokens a step of methods at the same places of plain answers.
 
     python benchmarks/trees.py --methods dyspec,sequoia,eagle2 --budgets 8,16 --temperatures 0,0.6
 

@@ -1,9 +1,7 @@
-"""Answers by an engine of one's own, from a model, a policy and a prompt in token ids."""
+"""Answers by an engine of one's own, from a model, a method and a prompt in token ids."""
 
 import itertools
 
-from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.output import Output
 from quickbeam.engine.sequence import Request
@@ -23,17 +21,17 @@ class Letters:
 
 
 def request(
-    model, policy, params, prompt, *, budget=16, eos=(), shortlist=None, observer=None, setting=None
+    model, method, params, prompt, *, budget=16, eos=(), shortlist=None, observer=None, setting=None
 ):
-    """What an engine is asked. `budget`: nodes a tree; None: the measured budget."""
+    """What an engine is asked. `budget`: nodes a tree; `auto`: by measured cost."""
     output = Output(Letters(), params, eos)
     sampler = Sampler(params, prompt, model.vocab_size, ends=output.stop_ids)
-    return Request(prompt, params, policy, output, sampler, budget, setting, shortlist, observer)
+    return Request(prompt, params, method, output, sampler, budget, setting, shortlist, observer)
 
 
-def answer(model, policy, params, prompt, *, engine=None, **options):
+def answer(model, method, params, prompt, *, engine=None, **options):
     engine = engine or Engine(model)
-    sequence = engine.add(request(model, policy, params, prompt, **options))
+    sequence = engine.add(request(model, method, params, prompt, **options))
     run(engine, sequence)
     if sequence.error is not None:
         raise sequence.error
@@ -50,16 +48,16 @@ PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8
 
 def same_as_plain(model, drafter, prompts=PROMPTS):
     """`auto` over a drafter answers as plain decoding does, alone and side by side."""
-    for temperature, budget in itertools.product((0.0, 0.8), (None, 9)):
+    for temperature, budget in itertools.product((0.0, 0.8), ("auto", 9)):
         params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
         plain = [answer(model, NoDraft(), params, one).output.token_ids for one in prompts]
-        auto = Auto(drafter, Ngram(), LastLogits())
+        auto = Auto(drafter)
         assert answer(model, auto, params, prompts[0], budget=budget).output.token_ids == plain[0]
         engine = Engine(model)
         running = [engine.add(request(model, auto, params, p, budget=budget)) for p in prompts]
         run(engine)
         assert [one.output.token_ids for one in running] == plain
-        assert budget is None or running[0].statistics.sources["drafter"].drafted > 0
+        assert budget == "auto" or running[0].statistics.sources["drafter"].drafted > 0
         engine.close()
 
 
@@ -72,8 +70,8 @@ def method_as_plain(model, method, prompt):
         assert drafted.statistics.drafter_calls > 0
 
 
-def drafting(drafter):
-    return LogitSpec(Ngram(), LastLogits()), DySpec(drafter), Auto(drafter, Ngram(), LastLogits())
+def methods_over(drafter):
+    return LogitSpec(), DySpec(drafter), Auto(drafter)
 
 
 def conversation(model, params, prompt, more):
@@ -87,17 +85,17 @@ def conversation(model, params, prompt, more):
     return turns
 
 
-def drafts_change_nothing(model, policies, params, right, alone=None):
+def drafts_change_nothing(model, methods, params, right, alone=None):
     """Answers of every method are the right ones: `alone` (all) on what is cached from the first
     on, and all side by side. Returns the last one of those alone."""
     engine = Engine(model)
-    for policy in policies:
+    for method in methods:
         for prompt, reply in right if alone is None else alone:
-            last = answer(model, policy, params, prompt, engine=engine, budget=8)
+            last = answer(model, method, params, prompt, engine=engine, budget=8)
             assert last.output.token_ids == reply
     running = [
-        (engine.add(request(model, policy, params, prompt, budget=8)), reply)
-        for policy in policies
+        (engine.add(request(model, method, params, prompt, budget=8)), reply)
+        for method in methods
         for prompt, reply in right
     ]
     run(engine)

@@ -12,7 +12,7 @@ import torch
 from checkpoints import save
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.native import Router, RouterConfig
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Artefact
 
 ROOT = Path(__file__).parent.parent

@@ -1,4 +1,4 @@
-"""Drafters with known distributions for the tests of tree policies, and the policies over them."""
+"""Drafters with known distributions for the tests of methods, and the methods over them."""
 
 import random
 from functools import cache, partial
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from quickbeam.drafters.base import Context, Drafter, DrafterState, DraftProbs
-from quickbeam.methods import DRAFTER, METHODS, make_method
+from quickbeam.methods import METHODS, make_method
 from quickbeam.tree import TokenTree
 from toy import path_tokens
 
@@ -15,7 +15,7 @@ from toy import path_tokens
 DRAFTED = {
     name: partial(make_method, name)
     for name, preset in METHODS.items()
-    if preset.sources == (DRAFTER,) and name not in ("frspec", "dynaspec")
+    if preset.uses_drafter and name not in ("frspec", "dynaspec", "auto")
 }
 
 
@@ -68,20 +68,20 @@ def finish(steps, answer):
         (answers,) = answer([request])
 
 
-def propose(policy, context, budget, max_depth, call=float("-inf")):
-    """The proposal of a policy; requests whose gain is no more than `call` are refused."""
-    context.begin([source for source in policy.sources if source.name not in context.states])
-    drafter = next((source for source in policy.sources if isinstance(source, Drafter)), None)
+def propose(method, context, budget, max_depth, call=float("-inf")):
+    """The proposal of a method; requests whose gain is no more than `call` are refused."""
+    context.begin([source for source in method.sources if source.name not in context.states])
+    drafter = next((source for source in method.sources if isinstance(source, Drafter)), None)
 
     def answer(requests):
         assert drafter is not None and requests[0].context is context
         return drafter.answer(requests) if requests[0].gain > call else [None]
 
-    return finish(policy.propose(context, budget, max_depth), answer)
+    return finish(method.propose(context, budget, max_depth), answer)
 
 
-def tree_of(policy, context, budget, max_depth, call=float("-inf")):
-    return propose(policy, context, budget, max_depth, call).tree
+def tree_of(method, context, budget, max_depth, call=float("-inf")):
+    return propose(method, context, budget, max_depth, call).tree
 
 
 def tempered(probs, temperature):
@@ -111,7 +111,7 @@ def zipf_drafter(vocab=500, seed=0):
     return KnownDrafter(probs)
 
 
-def policies(probs):
+def methods(probs):
     return {name: make(KnownDrafter(probs)) for name, make in DRAFTED.items()}
 
 

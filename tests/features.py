@@ -16,6 +16,7 @@ from models import VOCAB, spread_out, tiny
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.eagle import EagleState, eagle_drafter
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.tree import TokenTree
@@ -89,7 +90,9 @@ class Pair:
         self.target = make_model(copy.deepcopy(self.model).to(dtype), native=kernels, chunk=6)
         network = EagleHead(self.config, self.target.embedding, self.target.head)
         network.load_state_dict(self.network.state_dict())
-        self.drafter = eagle_drafter(network, self.target, native=native, weights=weights)
+        self.drafter = eagle_drafter(
+            network, self.target, library.kernels() if native else None, weights
+        )
 
     @torch.inference_mode()
     def layer(self, hidden, tokens):

@@ -89,11 +89,11 @@ def test_each_tenant_has_a_memory_of_its_own_and_few_have_one():
 def test_answers_stay_the_same_and_take_fewer_steps(temperature):
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature, seed=5)
     model, prompt = make_model(tiny("llama", seed=3)), [*range(1, 30)]
-    answers, steps, policy = [], [], make_method("logitspec")
+    answers, steps, method = [], [], make_method("logitspec")
     for memory in (None, AnswerMemory(1 << 20)):
         engine = Engine(model, memory=memory)
         for tenant in "aab":
-            asked = request(model, policy, params, prompt, budget=16)
+            asked = request(model, method, params, prompt, budget=16)
             asked.tenant = tenant
             one = engine.add(asked)
             run(engine)

@@ -131,7 +131,9 @@ def test_the_kernels_score_the_clusters_that_fit_each_row():
     layout = Layout(torch.randperm(VOCABULARY), 0, 16, VOCABULARY)
     rows = centroids[[1, 4]] + 0.3 * torch.randn(2, 64)  # each near a centroid
     plain, native = (
-        OrderedHead(weight.to(dtype), layout, centroids.to(dtype), 1)([rows.to(dtype)])[0]
+        OrderedHead(weight.to(dtype), layout, centroids.to(dtype), 1, library.kernels())(
+            [rows.to(dtype)]
+        )[0]
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert native.tokens.tolist() == plain.tokens.tolist()

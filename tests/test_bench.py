@@ -115,7 +115,7 @@ def test_bad_methods_are_refused():
     ):
         refuses(says, parse_methods, text, model="another/model")
     for name, preset in METHODS.items():
-        if "drafter" in preset.sources and not preset.without:
+        if preset.uses_drafter and not preset.without:
             words = f"method '{name}' drafts with a model"
             refuses(words, parse_methods, name, model="another/model")
 
@@ -158,7 +158,7 @@ def test_methods_of_a_model_give_the_seeds_tokens_where_they_are_coupled(toy_fol
     given = {"model": toy_folder, "dtype": "float32", "device": "cpu", "drafter": toy_folder}
     runners, *_ = methods.load_runners(items, given)
     (llm,) = {runner.llm for runner in runners.values()}  # they share one load
-    assert llm.drafting.drafter is not None  # loaded before anything is timed
+    assert llm.method_store.drafter is not None  # loaded before anything is timed
     texts = ("abc abc", "one two one two", "q")
     questions = [Question(i, "x", (text,)) for i, text in enumerate(texts)]
     for temperature, coupling in product((0.0, 0.6, 1.0), ("coupled", "residual")):

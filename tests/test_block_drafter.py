@@ -29,6 +29,7 @@ from quickbeam.drafters.passes import NativePasses, TorchPasses
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact, Shortlist
 from quickbeam.methods.base import NoDraft
+from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
@@ -59,7 +60,7 @@ pages = page_size(16)
 class Toy(Pair):
     """A tiny target, and a block drafter with random weights. `more`: of `BlockDrafter`."""
 
-    def __init__(self, config, dtype=torch.float32, **more):
+    def __init__(self, config, dtype=torch.float32, native=True, **more):
         self.model = tiny("llama", seed=3).to(dtype).float()
         self.target = make_model(copy.deepcopy(self.model).to(dtype), chunk=6)
         torch.manual_seed(0)
@@ -80,7 +81,9 @@ class Toy(Pair):
             listed = torch.randperm(VOCAB)[: config.draft_vocab_size].sort().values
             self.network.d2t.copy_(listed - torch.arange(len(listed)))
         more = {"within": math.inf, **more}
-        self.config, self.drafter = config, BlockDrafter(self.network, self.target, **more)
+        kernels = library.kernels() if native else None
+        self.config = config
+        self.drafter = BlockDrafter(self.network, self.target, kernels, **more)
 
     @torch.no_grad()
     def expected(self, ids, tree, nodes, temperature=1.0):
@@ -262,7 +265,7 @@ def test_a_shortlist_is_scored_once_a_tree(dtype):
     tree, layout = random_tree(rng, ids[-1], 9), Layout.by_frequency(torch.arange(VOCAB), 30, VOCAB)
     weight = toy.model.get_output_embeddings().weight.detach().to(dtype)
     both, held = list[torch.Tensor](), torch.tensor([t < 30 or t in ids for t in range(VOCAB)])
-    for shortlist in (None, Shortlist(weight, layout, window=50)):
+    for shortlist in (None, Shortlist(weight, layout, library.kernels(), window=50)):
         text = toy.begin(ids[:-1], ids[-1], shortlist=shortlist)
         both.append(torch.cat([text.distributions(tree, nodes) for nodes in rounds(tree)]))
         assert text.state.used.calls == 1

@@ -192,7 +192,8 @@ def test_muse_glimmers_assistant_is_transformers(tmp_path):
     spread_out(theirs, 6, 0.3).save_pretrained(tmp_path / "drafter")
     network = load_block(tmp_path / "drafter", TargetParts.of(target))
     toy = Toy.__new__(Toy)
-    toy.target, toy.drafter = target, BlockDrafter(network, target, within=math.inf)
+    toy.target = target
+    toy.drafter = BlockDrafter(network, target, library.kernels(), within=math.inf)
     ids = words(random.Random(0), 20)
     with torch.no_grad():
         states = whole(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
@@ -262,9 +263,9 @@ def test_a_gguf_drafter_drafts_for_a_gguf_target(tmp_path):
         assert given.statistics.sources["drafter"].drafted
     toy, probs, ids = Toy.__new__(Toy), [], words(random.Random(0), 20)
     toy.target = open_model(str(model), None, torch.device("cpu")).model
-    for kind, native in ((NativePasses, True), (TorchPasses, False)):
+    for kind, kernels in ((NativePasses, library.kernels()), (TorchPasses, None)):
         loaded = load_block(file, TargetParts.of(toy.target))
-        toy.drafter = BlockDrafter(loaded, toy.target, within=math.inf, native=native)
+        toy.drafter = BlockDrafter(loaded, toy.target, kernels, within=math.inf)
         assert isinstance(toy.drafter.passes, kind)
         probs.append(toy.begin(ids[:-1], ids[-1]).distributions(TokenTree(ids[-1]), [0]))
     assert (probs[0] - probs[1]).abs().max() < probs[1].max() / 20
@@ -334,4 +335,4 @@ def test_what_does_not_fit_is_refused(toys, tmp_path):
         path.write_text(json.dumps(record | change))
         refuses(f"^{tmp_path}.*{match}", read, tmp_path)
     with pytest.raises(InvalidInput, match=r"--vocab router: .* takes no router"):
-        make_shortlist(toys["dspark"].drafter, toys["dspark"].target, "router")
+        make_shortlist(toys["dspark"].drafter, toys["dspark"].target, "router", None, None)

@@ -42,7 +42,7 @@ from quickbeam.models.weights.tensor_files import TensorFiles
 from quickbeam.params import SamplingParams
 from scripts import cli
 from target import logits_of
-from test_families import CONFIGS, IDS, made, policies
+from test_families import CONFIGS, IDS, made, methods
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -226,7 +226,7 @@ def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(isa, tmp_path, nati
     model = NativeModel(blocks, blocks.stack, library.kernels())
     params = SamplingParams(max_tokens=9, temperature=0.8, seed=5)
     plain = conversation(model, params, IDS.tolist(), [[]])
-    drafts_change_nothing(model, policies(torch.bfloat16), params, plain)
+    drafts_change_nothing(model, methods(torch.bfloat16), params, plain)
 
 
 LINES = Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cases import before, examples, refuses
 from models import tiny
-from quickbeam.engine.budget import ASKED, FREE, PLAIN, Budget, convex_slopes
+from quickbeam.engine.budget import ASKED, FREE, PLAIN, MeasuredBudget, convex_slopes
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.measuring import measure
 from quickbeam.models.cache.kv import OutOfPages
@@ -154,7 +154,7 @@ def test_the_requests_of_a_round_that_are_answered_are_the_best_choice(gains, fi
         finite = sum(gain for gain in taken if not math.isinf(gain))
         return finite - rate * (seconds(len(taken)) if taken else 0.0)
 
-    budget = Budget(CostModel({1: 1.0}))
+    budget = MeasuredBudget(CostModel({1: 1.0}))
     budget.rate, budget.cost.of_call = rate, lambda drafter, count: seconds(count)
     best = max(map(profit, itertools.product([False, True], repeat=len(gains))))
     assert profit(budget.worth_asking("drafter", gains)) == pytest.approx(best)
@@ -189,7 +189,7 @@ FAST = {PLAIN: (1.0, 1.0), FREE: (1.2, 1.05), ASKED: (1.9, 1.2)}
     ],
 )
 def test_the_fastest_kind_of_step_goes_on(many, kinds, fastest):
-    chosen = steps(Budget(CostModel({1: 1.0, 256: 1.5})), 3000, many, kinds)
+    chosen = steps(MeasuredBudget(CostModel({1: 1.0, 256: 1.5})), 3000, many, kinds)
     assert chosen[1500:].count(fastest) > 0.9 * 1500
     assert chosen[300:600].count(fastest) > 0.7 * 300  # decided early
     # the others are tried seldom, but never given up
@@ -197,14 +197,14 @@ def test_the_fastest_kind_of_step_goes_on(many, kinds, fastest):
 
 
 def test_a_change_of_what_is_faster_is_found():
-    budget = Budget(CostModel({1: 1.0, 64: 1.5}))
+    budget = MeasuredBudget(CostModel({1: 1.0, 64: 1.5}))
     steps(budget, 500, 8, SLOW)
     assert budget.fastest == PLAIN
     assert steps(budget, 4000, 8, FAST)[-500:].count(ASKED) > 450
 
 
 def test_loads_and_settings_are_known_by_themselves():
-    budget = Budget(CostModel({1: 1.0, 64: 1.5}))
+    budget = MeasuredBudget(CostModel({1: 1.0, 64: 1.5}))
     steps(budget, 500, 4, SLOW)
 
     def fastest(sequences, setting="a method"):
@@ -220,13 +220,16 @@ def test_loads_and_settings_are_known_by_themselves():
 
 def test_steps_of_many_begin_with_what_their_rows_lead_one_to_expect():
     for steep, kind in ((1.1, FREE), (64.0, PLAIN)):
-        budget = Budget(CostModel({1: 1.0, 64: steep}))
+        budget = MeasuredBudget(CostModel({1: 1.0, 64: steep}))
         budget.begin("a method", 8, drafter="drafter")
         assert budget.kind == kind
 
 
 def test_dear_rows_are_not_taken_and_cheap_ones_are():
-    steep, flat = Budget(CostModel({1: 1.0, 64: 64.0})), Budget(CostModel({1: 1.0, 64: 1.1}))
+    steep, flat = (
+        MeasuredBudget(CostModel({1: 1.0, 64: 64.0})),
+        MeasuredBudget(CostModel({1: 1.0, 64: 1.1})),
+    )
     for budget in (steep, flat):
         budget.begin("a method")
     assert min(steep.node_costs()[1:]) >= 0.99 and max(flat.node_costs()) < 0.01
@@ -242,7 +245,7 @@ def test_dear_rows_are_not_taken_and_cheap_ones_are():
 @pytest.mark.parametrize("call", [0.1, 1.0, 5.0])
 def test_exploring_is_bounded(call):
     """It takes about 1 % of the time at most, one sequence in a step, and never ends."""
-    budget, explored, steps = Budget(CostModel({1: 1.0, 64: 1.0})), 0, 5000
+    budget, explored, steps = MeasuredBudget(CostModel({1: 1.0, 64: 1.0})), 0, 5000
     for _ in range(steps):
         budget.begin("a method")
         tries = [budget.explore(call) for _ in range(2)]
@@ -254,6 +257,6 @@ def test_exploring_is_bounded(call):
 
 
 def test_an_explored_tree_costs_nothing_and_is_small():
-    budget = Budget(CostModel({1: 1.0, 64: 64.0}))
+    budget = MeasuredBudget(CostModel({1: 1.0, 64: 64.0}))
     costs = budget.node_costs(explore=True)
     assert set(costs) == {0.0} and len(costs) == budget.EXPLORED_NODES

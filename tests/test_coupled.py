@@ -11,7 +11,6 @@ import torch
 from cases import few, spread
 from drafters import DRAFTED, KnownDrafter, perturbed_plain, propose
 from quickbeam.drafters.base import Context, DraftProbs
-from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.children import likeliest_children, ruled_out_below
@@ -137,16 +136,15 @@ def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(name, temp
     for seed in range(12):
         model, noise = ToyModel(V, seed=seed, noise=0.5, zeros=0.0), Noise(seed, 0, V)
         drafter = KnownDrafter(model.draft)
-        auto = Auto(drafter, ngram := Ngram(), LastLogits())
-        policy = auto if name == "auto" else DRAFTED[name](drafter)
+        method = Auto(drafter) if name == "auto" else DRAFTED[name](drafter)
 
         def drafted(context):
             nonlocal steps
             steps += 1
             where = Context(list(context), torch.zeros(V), temperature, noise=noise)  # noqa: B023 (called in this round only)
             if name == "auto":
-                where.states[Ngram.name] = ngram.begin(context)
-            return propose(policy, where, 8, 6).tree  # noqa: B023
+                where.states[Ngram.name] = Ngram().begin(context)
+            return propose(method, where, 8, 6).tree  # noqa: B023
 
         plain = answer(model, params, noise, 24, plainly)
         assert answer(model, params, noise, 24, drafted) == plain

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from features import Pair
 from models import random_tree
-from quickbeam.drafters.shortlist.native import Router, RouterConfig
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.models.base import Batch, Draft
 from quickbeam.models.torch import graphs as of_graphs
 from quickbeam.models.torch.graphs import Graphs

@@ -15,9 +15,10 @@ from models import VOCAB, tiny
 from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.native import Router, RouterConfig
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.engine.engine import Engine
+from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 from quickbeam.params import RESIDUAL, SamplingParams
 from quickbeam.tree import TokenTree
@@ -53,8 +54,10 @@ def shortlists(pair, window=40):
     weight = pair.model.get_output_embeddings().weight.detach().to(pair.target.dtype)
     layout = Layout(torch.randperm(VOCAB)[:90], 20, 17, VOCAB)
     router = Router(RouterConfig(32, 32, 25, layout.clusters)).requires_grad_(False)
-    routed = Shortlist(weight, layout, router=router, chosen=2, window=window)
-    return [routed, Shortlist(weight, Layout.by_frequency(torch.randperm(VOCAB), 30, VOCAB))]
+    kernels = library.kernels()
+    routed = Shortlist(weight, layout, kernels, router=router, chosen=2, window=window)
+    frequent = Layout.by_frequency(torch.randperm(VOCAB), 30, VOCAB)
+    return [routed, Shortlist(weight, frequent, kernels)]
 
 
 def run_staggered(drafter, pairs, together):
@@ -133,7 +136,8 @@ def with_context_and_without(pair):
     """A shortlist of frequent tokens and the context's, and one of the former alone."""
     weight = pair.model.get_output_embeddings().weight.detach().to(pair.target.dtype)
     layout = Layout.by_frequency(torch.randperm(VOCAB), 32, VOCAB)
-    return Shortlist(weight, layout, window=40), Shortlist(weight, layout)
+    kernels = library.kernels()
+    return Shortlist(weight, layout, kernels, window=40), Shortlist(weight, layout, kernels)
 
 
 @pytest.mark.parametrize("name", ["dyspec", "specinfer"])

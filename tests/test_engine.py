@@ -25,10 +25,10 @@ from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
 from quickbeam.verify import Verdict
 
-CERTAIN = [name for name, preset in METHODS.items() if "drafter" not in preset.sources]
+CERTAIN = [name for name, preset in METHODS.items() if not preset.uses_drafter]
 DRAFTED = [name for name in CERTAIN if name != "ar"]
 DRAFTING = [name for name in METHODS if name not in CERTAIN]
-KINDS = {(METHODS[name].sources, METHODS[name].maker): name for name in reversed(DRAFTING)}
+KINDS = {METHODS[name].maker: name for name in reversed(DRAFTING)}
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def model():
 
 def answered(model, method, params, prompt, budget=16, eos=()):
     budget = 1 if method == "ar" else budget
-    policy = make_method(method, drafter() if method in DRAFTING else None)
-    return answer(model, policy, params, prompt, budget=budget, eos=eos)
+    made = make_method(method, drafter() if method in DRAFTING else None)
+    return answer(model, made, params, prompt, budget=budget, eos=eos)
 
 
 @cache
@@ -157,10 +157,10 @@ def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
     class Raising(NoDraft):
         def propose(self, context, budget, max_depth):
             if len(context.ids) > 16:
-                raise ZeroDivisionError("in the policy")
+                raise ZeroDivisionError("in the method")
             return super().propose(context, budget, max_depth)
 
-    policy = engine.add(request(model, Raising(), params, prompt_of(2)))
+    method = engine.add(request(model, Raising(), params, prompt_of(2)))
     observe = raising(OSError("in the observer"))
     observer = engine.add(request(model, NoDraft(), params, prompt_of(2), observer=observe))
     rows = engine.add(request(model, NoDraft(), params, prompt_of(2)))
@@ -172,7 +172,7 @@ def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
 
     before(monkeypatch, model, "forward", failing)
     run(engine)
-    for one, where, tokens in ((policy, "policy", 5), (observer, "observer", 2), (rows, "pass", 4)):
+    for one, where, tokens in ((method, "method", 5), (observer, "observer", 2), (rows, "pass", 4)):
         assert (str(one.error), len(one.output.token_ids)) == (f"in the {where}", tokens)
     assert (good.error, good.output.token_ids) == (None, expected)
 

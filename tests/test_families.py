@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from answers import answer, conversation, drafting, drafts_change_nothing
+from answers import answer, conversation, drafts_change_nothing, methods_over
 from cases import few, refuses
 from models import VOCAB, spread_out, table
 from quickbeam.drafters.draft_model import LMDrafter
@@ -253,8 +253,8 @@ def test_what_a_family_does_not_know_is_named():
 
 
 @functools.cache
-def policies(dtype):
-    return drafting(LMDrafter(make_model(made("llama", dtype)), VOCAB))
+def methods(dtype):
+    return methods_over(LMDrafter(make_model(made("llama", dtype)), VOCAB))
 
 
 OTHERS = [kind for kind in FORMATS if kind != "bfloat16"]
@@ -289,4 +289,4 @@ def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(name, kind):
         params = SamplingParams(max_tokens=9, ignore_eos=True, **sampling)
         right = conversation(model, params, ids[:20] * 2, [ids[:5], ids[5:9]])
         right += conversation(model, params, [*ids[:20] * 2, 7, 8], [[]])  # of the same beginning
-        drafts_change_nothing(model, policies(dtype), params, right, right[1:2])
+        drafts_change_nothing(model, methods(dtype), params, right, right[1:2])

@@ -147,7 +147,7 @@ def test_bad_weights_propose_nothing_and_a_tiny_temperature_leaves_one_token(cap
 
 def test_bfloat16_does_not_round_the_rotary_angles():
     model = tiny("llama", torch.bfloat16)
-    drafter = eagle_drafter(head_of(WIDE, model), make_model(model), native=False)
+    drafter = eagle_drafter(head_of(WIDE, model), make_model(model), None)
     angle = 3000 / 10000.0 ** (torch.arange(4) / 4)
     (angles,) = drafter.passes.layers.angles_at(torch.tensor(3000)).values()
     torch.testing.assert_close(angles, (angle.cos(), angle.sin()))

@@ -12,8 +12,6 @@ from models import CONFIGS, VOCAB, tiny
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
@@ -40,10 +38,10 @@ def test_every_source_drafts_on_every_device(device, temperature):
     model = gathered("llama", device)
     network = EagleHead(WIDE, model.embedding, model.head)
     network.load_state_dict(head_of(WIDE, tiny("llama", seed=4)).state_dict())
-    eagle, small = eagle_drafter(network, model, native=False), tiny("llama", seed=4).to(device)
+    eagle, small = eagle_drafter(network, model, None), tiny("llama", seed=4).to(device)
     drafter = LMDrafter(make_model(small, native=False), VOCAB)
-    methods = [LogitSpec(Ngram(), LastLogits()), DySpec(drafter), DySpec(eagle)]
-    methods += [Auto(one, Ngram(), LastLogits()) for one in (drafter, eagle)]
+    methods = [LogitSpec(), DySpec(drafter), DySpec(eagle)]
+    methods += [Auto(one) for one in (drafter, eagle)]
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=2, ignore_eos=True)
     prompt = [5, 6, 7, 8] * 5
     plain = answer(model, NoDraft(), params, prompt).output.token_ids

@@ -12,7 +12,7 @@ import pytest
 
 from cases import few, refuses, spread
 from quickbeam import LLM, Grammar, InvalidInput, SamplingParams
-from quickbeam.engine.budget import Budget
+from quickbeam.engine.budget import MeasuredBudget
 from quickbeam.engine.cost import CostModel
 from quickbeam.grammar.compiler import GrammarCompiler
 from quickbeam.grammar.masks import DeadEnd
@@ -123,7 +123,7 @@ def test_an_answer_outlasts_a_preemption(llm, method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [16, 0])
 def test_forced_tokens_come_many_a_step(llm, method, budget, monkeypatch):
-    costs = Budget(CostModel({1: 1.0, 64: 1.5}))  # whatever the machine does meanwhile
+    costs = MeasuredBudget(CostModel({1: 1.0, 64: 1.5}))  # whatever the machine does meanwhile
     costs.observe = costs.cost.observe_pass = lambda *_: None
     monkeypatch.setattr(llm.engine, "_budget", costs)
     params = SamplingParams(grammar=Grammar.regex(LONG), temperature=0.7, seed=1)

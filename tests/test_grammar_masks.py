@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from cases import few, refuses
 from drafters import DRAFTED, KnownDrafter, finish
 from quickbeam.drafters.base import GRAMMAR, Context
-from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.commit import accept
 from quickbeam.grammar.compiler import GrammarCompiler
@@ -223,12 +222,12 @@ def residual_p(name, wrong=False, count=1500, length=3):
     model = ToyModel(V, seed=5, noise=3.0, zeros=0.0)
     params = SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS))
     drafter, generator = KnownDrafter(model.draft), torch.Generator().manual_seed(3)
-    policy = DRAFTED[name](drafter)
+    method = DRAFTED[name](drafter)
 
     def make_tree(context, rng):
         sampler = sampler_of(params, context)
         where = Context(list(context), torch.zeros(V), 1.0, generator, grammar=sampler.grammar)
-        tree = finish(constrained(policy.propose(where, 6, 4), where, 6, 4), drafter.answer).tree
+        tree = finish(constrained(method.propose(where, 6, 4), where, 6, 4), drafter.answer).tree
         for node in range(1, len(tree)):
             if wrong and tree.probs[node] is not None:
                 tree.probs[node] = model.draft([*context, *path_tokens(tree, tree.parent[node])])
@@ -252,11 +251,11 @@ def test_a_drafters_distribution_before_the_mask_is_found_out():
     assert residual_p("specinfer", wrong=True) < 1e-4
 
 
-def draft(policy, pattern, text, budget, temperature=0.0, depth=9):
+def draft(method, pattern, text, budget, temperature=0.0, depth=9):
     mask = masks(pattern, V - 1, ids(text))
     context = Context([0, *ids(text)], torch.zeros(V), temperature, grammar=mask)
-    steps = policy.propose(context.begin(policy.sources), budget, depth)
-    return finish(constrained(steps, context, budget, depth), policy.sources[0].answer)
+    steps = method.propose(context.begin(method.sources), budget, depth)
+    return finish(constrained(steps, context, budget, depth), method.sources[0].answer)
 
 
 def known():
@@ -277,14 +276,14 @@ def test_banned_tokens_are_not_drafted_and_the_rest_shares_what_is_left():
 @pytest.mark.parametrize("pattern", [FORKS, WORDS, "ab(c|d)eab+"])
 def test_every_tree_keeps_to_the_grammar(name, temperature, pattern):
     rng = random.Random(0)
-    policy = Auto(known(), Ngram(), LastLogits()) if name == "auto" else DRAFTED[name](known())
+    method = Auto(known()) if name == "auto" else DRAFTED[name](known())
     for _ in range(5):
         text = list[int]()
         for _ in range(rng.randrange(8)):
             place = masks(pattern, V - 1, text).allowed()
             options = [token for token in range(V - 1) if not place.banned[token]]
             text += [rng.choice(options)] if options else []
-        tree = draft(policy, pattern, spelt(text), 10, temperature, 6).tree
+        tree = draft(method, pattern, spelt(text), 10, temperature, 6).tree
         assert len(tree) <= 10 and max(tree.depth) <= 6
         for node in range(1, len(tree)):
             keep = allowed(pattern, spelt([*text, *tree.tokens(tree.parent[node])]), V - 1)

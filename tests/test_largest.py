@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from kernels import every_set, load
-from quickbeam.drafters import largest as module
 from quickbeam.drafters.largest import largest, largest_plain
 
 
@@ -29,22 +28,20 @@ def rows():
 
 
 @every_set
-def test_the_kernels_find_the_largest(isa, monkeypatch):
-    monkeypatch.setattr(module, "cached_kernels", lambda: load(isa))
+def test_the_kernels_find_the_largest(isa):
     for row in rows():
         for count in (1, 2, 16, 60, 6000):
-            ((tokens, values),) = largest(torch.from_numpy(row)[None], count)
+            ((tokens, values),) = largest(torch.from_numpy(row)[None], count, kernels=load(isa))
             assert tokens == plain(row.tolist(), count) and values == row[tokens].tolist()
 
 
 @every_set
-def test_floors_and_names_belong_to_rows_and_columns(isa, monkeypatch):
+def test_floors_and_names_belong_to_rows_and_columns(isa):
     distributions = torch.randn(5, 700, generator=torch.Generator().manual_seed(2)).softmax(-1)
     floors = [0.0, 0.002, 0.01, 0.5, 0.004]
     names = 3 * torch.arange(700) + 1
-    monkeypatch.setattr(module, "cached_kernels", lambda: load(isa))
-    for way in (largest, largest_plain):
-        rows = way(distributions, 40, floors, names)
+    for kernels in (load(isa), None):
+        rows = largest(distributions, 40, floors, names, kernels)
         for row, floor, (tokens, values) in zip(distributions, floors, rows, strict=True):
             columns = plain(row.tolist(), 40, floor)
             assert tokens == names[columns].tolist() and values == row[columns].tolist()

@@ -17,7 +17,7 @@ from transformers import MambaConfig, T5Config
 
 from cases import refuses
 from quickbeam import LLM, InvalidInput, SamplingParams
-from quickbeam.methods import METHODS, max_nodes
+from quickbeam.methods import METHODS, tree_budget
 from quickbeam.models.torch.pages import RowPool
 
 SHORT = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -287,7 +287,7 @@ def test_what_is_learned_changes_no_seeded_answer(toy_folder, drafter_folder):
     drawn = SamplingParams(max_tokens=24, temperature=1.0, coupling="residual", ignore_eos=True)
     seeded = replace(drawn, seed=4)
     first = llm.generate("abc", seeded)
-    assert llm.drafting.policies == {}
+    assert llm.method_store.methods == {}
     plain = llm.generate("abc abc", SHORT, method="ar").token_ids
     for _ in range(4):
         assert llm.generate("abc abc", SHORT).token_ids == plain
@@ -297,15 +297,15 @@ def test_what_is_learned_changes_no_seeded_answer(toy_folder, drafter_folder):
 
 
 def test_a_budget_of_auto_is_the_measured_one():
-    assert [max_nodes(asked, "chain") for asked in ("auto", 0, 3)] == [None, None, 3]
-    assert max_nodes(None, "chain") == METHODS["chain"].budget
+    assert [tree_budget(asked, "chain") for asked in ("auto", 0, 3)] == ["auto", "auto", 3]
+    assert tree_budget(None, "chain") == METHODS["chain"].budget
 
 
 def test_a_drafter_is_loaded_by_the_first_method_that_needs_it_or_named(toy_folder, drafter_folder):
     llm = LLM(toy_folder, "pld", dtype="float32", drafter=drafter_folder)
     llm.generate("abc", SHORT, method="ar")
-    assert llm.drafting.drafter is None and llm.prepare("pld") is None
-    assert llm.prepare("dyspec") is llm.prepare("dyspec-threshold") is llm.drafting.drafter
+    assert llm.method_store.drafter is None and llm.prepare("pld") is None
+    assert llm.prepare("dyspec") is llm.prepare("dyspec-threshold") is llm.method_store.drafter
     with pytest.raises(InvalidInput, match="no such model folder"):
         LLM(toy_folder, "dyspec", dtype="float32", drafter="no/such/folder")
     refuses("--drafter", LLM, "no/such/folder", "dyspec")  # before the model is looked for

@@ -18,10 +18,8 @@ from models import VOCAB, tiny
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram
 from quickbeam.drafters.texts import AnswerMemory
-from quickbeam.engine.budget import Budget
+from quickbeam.engine.budget import MeasuredBudget
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.sequence import SequenceState
@@ -30,6 +28,7 @@ from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.methods.prompt_lookup import PromptLookup
+from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 
@@ -42,7 +41,7 @@ COMBINATIONS = list(itertools.product(LAYOUTS, WAYS))
 OFTEN = [pair for pair in COMBINATIONS if "native" in pair or pair[0].startswith(("gemma", "gpt2"))]
 
 
-class RandomSteps(Budget):
+class RandomSteps(MeasuredBudget):
     """One that learns nothing and takes steps of all kinds."""
 
     turns = random.Random(0)
@@ -63,20 +62,20 @@ class World:
         self.model = make_model(source, chunk=32, native=way == "native")
         network = EagleHead(WIDE, self.model.embedding, self.model.head)
         network.load_state_dict(weights)
-        self.drafter = eagle_drafter(network, self.model)
+        self.drafter = eagle_drafter(network, self.model, library.kernels())
         small = make_model(tiny(layout, dtype, seed=3), native=way == "native")
         self.small = LMDrafter(small, VOCAB)
         self.alone = functools.cache(self._alone)
         self.engines: list[Engine] = []
 
-    def policies(self):
+    def methods(self):
         return {
             "ar": NoDraft(),
-            "pld": PromptLookup(Ngram()),
-            "logitspec": LogitSpec(Ngram(), LastLogits()),
+            "pld": PromptLookup(),
+            "logitspec": LogitSpec(),
             "dyspec": DySpec(self.drafter),
             "small": DySpec(self.small),
-            "auto": Auto(self.drafter, Ngram(), LastLogits()),
+            "auto": Auto(self.drafter),
         }
 
     def _alone(self, prompt, tokens, **sampling):
@@ -121,16 +120,16 @@ def play(world, seed, requests=10):
     beginnings = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (30, 70, 140)]
     sizes = dict(max_running=rng.choice((1, 2, 3, 8)), pages=rng.choice((None, 6, 9, 14)))
     engine = world.engine(**sizes, share=rng.random() < 0.8)
-    policies = world.policies()
+    methods = world.methods()
     open_ones, every, left = [], [], set()
     waiting = [text(rng, beginnings) for _ in range(requests)]
     while waiting or open_ones:
         if waiting and (not open_ones or rng.random() < 0.4):
-            prompt, name = waiting.pop(), rng.choice(list(policies))
+            prompt, name = waiting.pop(), rng.choice(list(methods))
             sampling = rng.choice(SAMPLING) | {"seed": rng.randrange(3)}
             params = SamplingParams(max_tokens=rng.randint(1, 40), ignore_eos=True, **sampling)
             budget = None if rng.random() < 0.5 else rng.choice((1, 2, 7, 16))
-            asked = world.model, policies[name], params, prompt
+            asked = world.model, methods[name], params, prompt
             for _ in range(rng.choice((1, 1, 1, 2))):
                 one = engine.add(request(*asked, budget=budget, setting=name))
                 open_ones.append((one, tuple(prompt), sampling))
@@ -193,9 +192,9 @@ def test_a_drafter_that_fails_ends_no_answer_but_its_own(world, monkeypatch):
     here = world("llama", "native")
     engine = here.engine(share=False)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    policy = here.policies()["dyspec"]
+    method = here.methods()["dyspec"]
     prompts = [5, 6, 7], [8, 9, 10]
-    ones = [engine.add(request(here.model, policy, params, p, budget=8)) for p in prompts]
+    ones = [engine.add(request(here.model, method, params, p, budget=8)) for p in prompts]
 
     def broken(requests):
         if any(asked.context.ids[:3] == [8, 9, 10] for asked in requests):
@@ -228,7 +227,7 @@ def test_chunks_that_nobody_holds_are_dropped_with_those_behind_them(world):
     prompt = tuple(3 + i * 7 % 90 for i in range(5 * max(size, page) + 1))
     run(engine, plain(engine, prompt[:-page], 1))
     params = SamplingParams(max_tokens=8 * page - len(prompt) - 1, ignore_eos=True)
-    one = engine.add(request(here.model, here.policies()["dyspec"], params, prompt, budget=8))
+    one = engine.add(request(here.model, here.methods()["dyspec"], params, prompt, budget=8))
     run(engine, one)
     assert one.error is None
     assert one.output.token_ids == here.alone(prompt, params.max_tokens)
@@ -290,12 +289,12 @@ def test_who_leaves_while_waiting_changes_no_order(world, pages):
 def test_memory_stays_flat(world):
     here, process, rng = world("llama", "native"), psutil.Process(), random.Random(0)
     engine = Engine(here.model, pages=40, memory=AnswerMemory(1 << 20))
-    policies, before, under_way = here.policies(), 0, list[SequenceState]()
+    methods, before, under_way = here.methods(), 0, list[SequenceState]()
     for number in range(10_000):
         prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 90))]
         params = SamplingParams(max_tokens=3, ignore_eos=True)
         name = ("ar", "pld", "auto")[number % 3]
-        asked = request(here.model, policies[name], params, prompt, budget=None, setting=name)
+        asked = request(here.model, methods[name], params, prompt, budget="auto", setting=name)
         under_way.append(engine.add(asked))
         while len(under_way) >= 16:
             engine.step()

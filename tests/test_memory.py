@@ -243,7 +243,7 @@ def test_a_model_drafts_for_one_on_disk(toy_folder):
     expected = LLM(toy_folder, "ar").generate(PROMPTS[0], params).token_ids
     with LLM(toy_folder, "dyspec", memory=TIGHT, drafter=toy_folder, draft_weights="int8") as llm:
         answer = llm.generate(PROMPTS[0], params, budget=16)
-        drafter = llm.drafting.drafter
+        drafter = llm.method_store.drafter
         assert isinstance(drafter, LMDrafter) and drafter.model.weights == "int8"
         assert drafter.model.streamed is None
     assert answer.token_ids == expected and answer.statistics.mean_accepted_tokens > 2

@@ -21,7 +21,9 @@ from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.passes import NativePasses, TorchPasses
 from quickbeam.drafters.shortlist import native as parts
 from quickbeam.drafters.shortlist.layout import Layout, Scores
+from quickbeam.drafters.shortlist.router import EPS, NativeRouter, Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import ContextTokens
+from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16, INT8
 from quickbeam.models.opening import make_model
 from test_shortlist import spread
@@ -199,7 +201,7 @@ def test_tokens_of_the_context_have_the_rows_of_the_head(isa, rng, window, d):
 def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
     kernels, rng = load(isa), random.Random(seed)
     torch.manual_seed(seed)
-    router = parts.Router(parts.RouterConfig(*sizes, width, clusters)).requires_grad_(False)
+    router = Router(RouterConfig(*sizes, width, clusters)).requires_grad_(False)
     for parameter in router.parameters():
         parameter.copy_(parameter.to(torch.bfloat16))
     hidden = number(n, sizes[0], like=torch.float32, seed=seed)
@@ -207,10 +209,10 @@ def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
     wanted = [rng.randrange(n) for _ in range(rng.randint(1, n))]
 
     def scored(name):
-        return parts.NativeRouter(router, kernels, name)(hidden[wanted], embedded[wanted])
+        return NativeRouter(router, kernels, name)(hidden[wanted], embedded[wanted])
 
     scores, down = scored(BFLOAT16), router.down
-    normed = [reference.norm(part[wanted], None, parts.EPS) for part in (hidden, embedded)]
+    normed = [reference.norm(part[wanted], None, EPS) for part in (hidden, embedded)]
     x = torch.cat(normed, -1).to(torch.bfloat16)
     middle = reference.activate(x, router.up.weight, router.up.bias)
     right = reference.linear(middle.to(torch.bfloat16), down.weight, down.bias)
@@ -225,7 +227,8 @@ def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
 
 def test_drafters_of_odd_sizes_stay_with_pytorchs_operators():
     model, target = tiny("llama", torch.bfloat16), make_model(tiny("llama", torch.bfloat16))
-    drafter = eagle_drafter(head_of(replace(WIDE, intermediate_size=47), model), target)
+    network = head_of(replace(WIDE, intermediate_size=47), model)
+    drafter = eagle_drafter(network, target, library.kernels())
     assert isinstance(drafter.passes, TorchPasses)
 
 
@@ -253,7 +256,9 @@ def test_the_bias_of_a_head_counts(isa, native):
         weight = model.lm_head.weight.detach().clone()
         bias = model.lm_head.bias.detach().float().clone()
         target = make_model(model, native=fast)
-        drafter = eagle_drafter(EagleHead(WIDE, target.embedding, target.head), target)
+        drafter = eagle_drafter(
+            EagleHead(WIDE, target.embedding, target.head), target, library.kernels()
+        )
         assert isinstance(drafter.passes, NativePasses)
         right = quantised.product(feature, quantised.quantise(weight, INT8)) + bias
         torch.testing.assert_close(drafter.passes.logits(feature), right, rtol=1e-3, atol=1e-3)

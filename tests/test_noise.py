@@ -9,7 +9,7 @@ from scipy import stats
 from kernels import every_set, load
 from quickbeam import noise
 from quickbeam.models.native.noise import NativeNoise
-from quickbeam.noise import CHUNK, Noise, philox, uniform
+from quickbeam.noise import CHUNK, Noise, NoisePosition, philox, uniform
 
 # From the authors' own list (Random123, kat_vectors): key, counter, words.
 KNOWN = """
@@ -128,7 +128,7 @@ def test_the_compiled_loops_take_scores_however_they_lie(isa):
         expected = Noise(2, 0, vocab).largest(plain, position, 3.0)
         for given in (plain, locked, scores[::2], plain.astype(np.float64)):
             assert way(2, 0, vocab).largest(given, position, 3.0) == expected
-    places = [(5, 0.0, 0.0)], 1.0, 4
+    places = [NoisePosition(5)], 1.0, 4
     rows = np.exp(locked)[None] / np.exp(locked).sum()
     expected = way(2, 0, vocab).perturb(rows, None, *places)
     rows.flags.writeable = False
@@ -150,7 +150,8 @@ def test_the_compiled_loops_do_what_the_plain_ones_do(isa):
             rows[:3] /= rows[:3].sum(1, keepdims=True) + 1e-9
             rows[3] = 0.0
             for temperature in (0.4, 1.0):
-                places = [(3, 0.0, 0.0), (4, 0.01, 0.0), (3, 0.0, 0.05), (90, 0.0, 0.0)]
+                places = [NoisePosition(3), NoisePosition(4, least=0.01)]
+                places += [NoisePosition(3, least_after=0.05), NoisePosition(90)]
                 plain, own = (
                     way(4, 1, vocab).perturb(rows, tokens, places, temperature, 9)
                     for way in (Noise, native)

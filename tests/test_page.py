@@ -6,10 +6,11 @@ from base64 import b64encode
 
 import pytest
 
+from drafters import KnownDrafter
 from page_server import CHROMIUM, DEFAULT, EVIL, TEXT, Stand, chromium, serving, steps_of, words
 from quickbeam import LLM
 from quickbeam.drafters.base import GRAMMAR
-from quickbeam.methods import METHODS
+from quickbeam.methods import METHODS, make_method
 from quickbeam.serve.app import create_app
 from quickbeam.serve.app import page as page_file
 from quickbeam.serve.runner import Runner
@@ -240,7 +241,8 @@ def test_the_chosen_step_is_scrolled_to(open_page):
 def test_each_method_and_source_is_explained(open_page, stand):
     page = open_page()
     assert page.evaluate("Object.keys(METHODS)") == list(METHODS)
-    sources = {source for preset in METHODS.values() for source in preset.sources}
+    methods = [make_method(name, KnownDrafter(None)) for name in METHODS]
+    sources = {source.name for method in methods for source in method.sources}
     assert {*page.evaluate("Object.keys(SOURCES)")} == {*sources, GRAMMAR, "target"}
     options = page.locator("#method option").all_text_contents()
     assert options == [

@@ -35,7 +35,7 @@ from quickbeam.models.weights.tensor_files import TensorFiles
 from quickbeam.params import SamplingParams
 from streaming import alike, limits, on_disk
 from target import Target, logits_of
-from test_families import IDS, made, policies
+from test_families import IDS, made, methods
 
 KERNELS = library.kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="needs the native kernels")
@@ -336,7 +336,7 @@ def test_drafts_change_no_answer(name, temperature, tmp_path):
     assert CASES[name].format in model.describe()
     params = SamplingParams(max_tokens=9, temperature=temperature, seed=5, ignore_eos=True)
     plain = conversation(model, params, IDS.tolist(), [[]])
-    drafts_change_nothing(model, policies(torch.bfloat16), params, plain)
+    drafts_change_nothing(model, methods(torch.bfloat16), params, plain)
 
 
 def check_experts(folder, model, dense):

@@ -10,7 +10,6 @@ from answers import answer, request, run
 from cases import before, refuses
 from models import VOCAB, tiny
 from quickbeam import SamplingParams
-from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.prompt_lookup import PromptLookup
@@ -61,7 +60,7 @@ def test_they_are_transformers_own(layout):
 
 def test_bits_are_the_same_alone_and_in_a_batch(model):
     alone = [scored(model, prompt).prompt_logprobs for prompt in PROMPTS]
-    engine, policy = Engine(model), PromptLookup(Ngram())
+    engine, method = Engine(model), PromptLookup()
     for rng in map(random.Random, range(6)):
         if rng.random() < 0.3:
             engine.forget()
@@ -71,7 +70,7 @@ def test_bits_are_the_same_alone_and_in_a_batch(model):
         for i in asked:
             tokens, scores = rng.choice([(1, None), (20, None), (0, 3), (0, 3), (1, 3), (20, 3)])
             params = SamplingParams(max_tokens=tokens, ignore_eos=True, prompt_logprobs=scores)
-            ones.append(engine.add(request(model, policy, params, PROMPTS[i], budget=8)))
+            ones.append(engine.add(request(model, method, params, PROMPTS[i], budget=8)))
             if rng.random() < 0.5:
                 engine.step()
         run(engine)

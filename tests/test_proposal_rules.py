@@ -112,10 +112,10 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed, size, max_dept
         return [next(token for token in orders[node] if residual[token] > 0)]
 
     ((_, expected),) = algorithm_1(model.draft, size, max_depth, next_token)
-    policy = DySpec(KnownDrafter(model.draft), printed_features)
+    method = DySpec(KnownDrafter(model.draft), printed_features)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(children, "DrawnChildren", draw_from)
-        tree = tree_of(policy, context_of([0], 1.0), size + 1, max_depth)
+        tree = tree_of(method, context_of([0], 1.0), size + 1, max_depth)
     assert paths(tree) == expected
 
 
@@ -137,11 +137,11 @@ def all_paths(probs, max_depth, least):
 def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed, size, max_depth, fraction):
     """However many distributions a call asks for."""
     model = ToyModel(vocab=4, seed=seed)
-    policy = DySpec(KnownDrafter(model.draft), printed_features)
+    method = DySpec(KnownDrafter(model.draft), printed_features)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "FRACTION", fraction)
         patch.setattr(search, "CHILD_SHARE", 1.0)
-        tree = tree_of(policy, context_of([0], 0.0), size + 1, max_depth)
+        tree = tree_of(method, context_of([0], 0.0), size + 1, max_depth)
     assert list(paths(tree)) == [path for _, path in all_paths(model.draft, max_depth, 0.0)[:size]]
 
 
@@ -149,8 +149,8 @@ def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed, size, max_depth
 @given(seeds, st.floats(0.005, 0.5), st.integers(1, 6), st.integers(2, 60))
 def test_at_temperature_0_threshold_takes_all_likely_paths(seed, threshold, max_depth, budget):
     model = ToyModel(vocab=5, seed=seed)
-    policy = Threshold(KnownDrafter(model.draft), threshold)
-    tree = tree_of(policy, context_of([0], 0.0), budget, max_depth)
+    method = Threshold(KnownDrafter(model.draft), threshold)
+    tree = tree_of(method, context_of([0], 0.0), budget, max_depth)
     likely = all_paths(model.draft, max_depth, threshold)
     if len(likely) < budget:
         assert set(paths(tree)) == {path for _, path in likely}
@@ -194,7 +194,7 @@ def algorithm_2(probs, threshold, max_depth):
 @pytest.mark.parametrize("seed", range(3))
 def test_threshold_trees_have_the_probs_of_algorithm_2(seed):
     model = ToyModel(vocab=3, seed=seed)
-    policy = Threshold(KnownDrafter(model.draft), 0.25)
+    method = Threshold(KnownDrafter(model.draft), 0.25)
     generator = torch.Generator().manual_seed(seed)
     exact: Counter = Counter()
     for prob, nodes in algorithm_2(model.draft, 0.25, 3):
@@ -202,7 +202,7 @@ def test_threshold_trees_have_the_probs_of_algorithm_2(seed):
     assert len(exact) > 10
 
     def sampled_tokens():
-        tree = tree_of(policy, context_of([0], 1.0, generator), 100, 3)
+        tree = tree_of(method, context_of([0], 1.0, generator), 100, 3)
         return frozenset(
             (path, list(tree.children[tree.parent[node]]).index(path[-1]))
             for node, path in enumerate(paths(tree), 1)
@@ -241,8 +241,8 @@ def expand_and_rerank(probs, width, depth, size):
 @given(seeds, few, st.integers(1, 4), st.integers(2, 40), few, st.sampled_from([0.0, 1.0]))
 def test_eagle2_expands_and_reranks(seed, width, depth, budget, max_depth, temperature):
     model = ToyModel(vocab=6, seed=seed)
-    policy = Eagle2(KnownDrafter(model.draft), width, depth)
-    tree = tree_of(policy, context_of([0], temperature), budget, max_depth)
+    method = Eagle2(KnownDrafter(model.draft), width, depth)
+    tree = tree_of(method, context_of([0], temperature), budget, max_depth)
     depth = min(depth, max_depth)
     assert set(paths(tree)) == expand_and_rerank(model.draft, width, depth, budget - 1)
     assert tree.value[1:] == sorted(tree.value[1:], reverse=True)
@@ -319,16 +319,16 @@ def test_sequoias_shape_is_the_best_of_all(acceptance, nodes, depth):
 
 
 def test_sequoia_fills_its_shape_and_learns_what_is_accepted():
-    policy = Sequoia(zipf_drafter(), (0.5, 0.3, 0.2))
+    method = Sequoia(zipf_drafter(), (0.5, 0.3, 0.2))
     for temperature in (0.0, 1.0):
         for budget in (2, 7, 30):
-            tree = tree_of(policy, context_of([0], temperature), budget, 20)
+            tree = tree_of(method, context_of([0], temperature), budget, 20)
             shape = Shapes((0.5, 0.3, 0.2), budget).shape(budget, 20)
             assert nested([list(children.values()) for children in tree.children]) == nested(shape)
-    policy, ids = Sequoia(zipf_drafter()), [0]
-    first = tree_of(policy, context_of(ids, 0.0), 16, 20)
+    method, ids = Sequoia(zipf_drafter()), [0]
+    first = tree_of(method, context_of(ids, 0.0), 16, 20)
     for _ in range(400):
-        tree, learn = propose(policy, context_of(ids, 0.0), 16, 20)
+        tree, learn = propose(method, context_of(ids, 0.0), 16, 20)
         path = [0]
         while len(tree.children[path[-1]]) > 1:
             token, node = list(tree.children[path[-1]].items())[1]
@@ -336,7 +336,7 @@ def test_sequoia_fills_its_shape_and_learns_what_is_accepted():
             path.append(node)
         ids.append(499 if tree.child(path[-1], 499) is None else 498)
         learn(tree, path)
-    assert policy.acceptance[1] > 0.9 > 0.1 > policy.acceptance[0]
+    assert method.acceptance[1] > 0.9 > 0.1 > method.acceptance[0]
     assert max(tree.depth) >= 7 > max(first.depth)
     measured = Sequoia(zipf_drafter(), (0.5, 0.3))
     propose(measured, context_of([0], 0.0), 16, 20).learn(tree, path)

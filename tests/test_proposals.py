@@ -1,4 +1,4 @@
-"""Tree policies against brute force and by hand."""
+"""Methods against brute force and by hand."""
 
 import torch
 from hypothesis import given
@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from cases import examples
 from drafters import paths, tree_of
 from quickbeam.drafters.base import Context
-from quickbeam.methods import DRAFTER, METHODS, make_method
+from quickbeam.methods import METHODS, make_method
 
 texts = st.lists(st.integers(0, 5), min_size=1, max_size=60)
 budgets = st.integers(1, 80)
 depths = st.integers(0, 24)
-WITHOUT = [name for name, preset in METHODS.items() if DRAFTER not in preset.sources]
+WITHOUT = [name for name, preset in METHODS.items() if not preset.uses_drafter]
 
 
 def logits_in_order(order, vocab):
@@ -33,17 +33,17 @@ def contexts(draw):
     return Context(ids, logits_in_order(order, len(order)))
 
 
-def started(policy, context):
-    """The policy's sources are fed as the engine does: the prompt, then what was emitted."""
-    for source in policy.sources:
+def started(method, context):
+    """The method's sources are fed as the engine does: the prompt, then what was emitted."""
+    for source in method.sources:
         state = context.states[source.name] = source.begin(context.ids[:-1])
         state.extend(context.ids[-1:])
     return context
 
 
-def method_tree(context, budget, max_depth=32, method="logitspec"):
-    policy = make_method(method)
-    return tree_of(policy, started(policy, context), budget, max_depth)
+def method_tree(context, budget, max_depth=32, name="logitspec"):
+    method = make_method(name)
+    return tree_of(method, started(method, context), budget, max_depth)
 
 
 def longest_match(text, suffix):
@@ -85,15 +85,15 @@ def nodes(tree):
 
 @examples(200, derandomize=True)
 @given(contexts(), budgets, depths, st.sampled_from(WITHOUT))
-def test_every_tree_keeps_the_contract(context, budget, max_depth, method):
+def test_every_tree_keeps_the_contract(context, budget, max_depth, name):
     before = (list(context.ids), context.logits.clone())
-    tree = method_tree(context, budget, max_depth, method)
+    tree = method_tree(context, budget, max_depth, name)
     assert 1 <= len(tree) <= budget
     assert max(tree.depth) <= max_depth
     assert (tree.token[0], tree.parent[0], tree.source[0]) == (context.ids[-1], -1, "root")
     assert all(tree.parent[node] < node for node in range(len(tree)))
     assert len({(), *paths(tree)}) == len(tree)  # no duplicate siblings, no prefix twice
-    assert set(tree.source[1:]) <= set(METHODS[method].sources)
+    assert set(tree.source[1:]) <= {source.name for source in make_method(name).sources}
     assert tree.probs == [None] * len(tree)
     assert context.ids == before[0]
     assert torch.equal(context.logits, before[1])
@@ -101,12 +101,12 @@ def test_every_tree_keeps_the_contract(context, budget, max_depth, method):
 
 @examples(200, derandomize=True)
 @given(contexts(), budgets, budgets, depths, st.sampled_from(WITHOUT))
-def test_a_smaller_budget_gives_the_beginning_of_the_tree(context, small, large, max_depth, method):
+def test_a_smaller_budget_gives_the_beginning_of_the_tree(context, small, large, max_depth, name):
     small, large = sorted((small, large))
-    policy = make_method(method)
-    started(policy, context)
-    whole = nodes(tree_of(policy, context, large, max_depth))
-    assert nodes(tree_of(policy, context, small, max_depth)) == whole[:small]
+    method = make_method(name)
+    started(method, context)
+    whole = nodes(tree_of(method, context, large, max_depth))
+    assert nodes(tree_of(method, context, small, max_depth)) == whole[:small]
 
 
 @examples(100, derandomize=True)
@@ -148,14 +148,14 @@ def test_by_hand():
 
 def test_sequences_of_one_policy_do_not_share_state():
     for name in ("pld", "logitspec"):
-        policy = make_method(name)
+        method = make_method(name)
         first, second = (
-            started(policy, Context(ids, logits_in_order([ids[-1], 5], 6)))
+            started(method, Context(ids, logits_in_order([ids[-1], 5], 6)))
             for ids in ([1, 2, 1], [3, 4, 3])
         )
 
-        def drafted(*contexts, policy=policy):
-            return [tree_of(policy, context, 2, 9).token[1:] for context in contexts]
+        def drafted(*contexts, method=method):
+            return [tree_of(method, context, 2, 9).token[1:] for context in contexts]
 
         assert drafted(first, second, first) == [[2], [4], [2]]
         first.extend([2, 0, 1])

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from answers import answer, conversation, drafting, drafts_change_nothing, request
+from answers import answer, conversation, drafts_change_nothing, methods_over, request
 from cases import few, refuses, spread
 from features import interrupt
 from kernels import SETS
 from models import VOCAB, random_tree, table, tiny
 from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine import prefix_cache
 from quickbeam.engine.engine import Engine
 from quickbeam.methods.base import NoDraft
@@ -220,7 +218,7 @@ def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(kind, weights, 
     right = conversation(model, params, [*IDS[:100], *IDS[:40]], [IDS[5:70], IDS[9:12]])
     # which has recurrent layers, too
     drafter = LMDrafter(make_model(tiny("", torch.bfloat16, seed=1, config=KINDS[kind])), VOCAB)
-    last = drafts_change_nothing(model, drafting(drafter), params, right)
+    last = drafts_change_nothing(model, methods_over(drafter), params, right)
     # the second turn began behind the whole pages of the first one's prompt and answer
     assert last.statistics.cached_tokens > len(right[0][0])
 
@@ -245,11 +243,11 @@ def test_snapshots_are_counted_bounded_and_freed(kind, monkeypatch):
 def test_a_pool_that_is_short_preempts_and_changes_no_answer(kind):
     model, params = made(kind, chunk=PAGE), SamplingParams(max_tokens=30, ignore_eos=True)
     prompts = [IDS[begin : begin + 90] for begin in range(4)]
-    policy, alone = LogitSpec(Ngram(), LastLogits()), Engine(model, share=False)
-    right = [answer(model, policy, params, p, engine=alone).output.token_ids for p in prompts]
+    method, alone = LogitSpec(), Engine(model, share=False)
+    right = [answer(model, method, params, p, engine=alone).output.token_ids for p in prompts]
     engine = Engine(model)
     model.pool.limit = 2 * (3 + model.pool.most_state_pages)
-    states = [engine.add(request(model, policy, params, prompt, budget=8)) for prompt in prompts]
+    states = [engine.add(request(model, method, params, prompt, budget=8)) for prompt in prompts]
     while any(not state.over for state in states):
         engine.step()
         assert model.pool.used <= model.pool.limit

@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from answers import PROMPTS, request, run
 from cases import few
 from models import random_tree, tiny
-from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.logitspec import LogitSpec
@@ -271,7 +269,7 @@ def test_rows_on_a_gpu_have_the_bits_of_the_same_rows_alone(dtype):
 
 # answers
 
-METHODS = {"ar": NoDraft, "logitspec": lambda: LogitSpec(Ngram(), LastLogits())}
+METHODS = {"ar": NoDraft, "logitspec": lambda: LogitSpec()}
 
 
 def answered(model, prompts, method, params):

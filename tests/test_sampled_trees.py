@@ -6,9 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples, spread
-from drafters import DRAFTED, KnownDrafter, context_of, policies, tempered, toy_probs, tree_of
-from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram
+from drafters import DRAFTED, KnownDrafter, context_of, methods, tempered, toy_probs, tree_of
 from quickbeam.methods import children
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.dyspec import Threshold
@@ -19,13 +17,13 @@ from quickbeam.tree import TokenTree
 from toy import ToyModel, chi_square, exact_probs, path_tokens, samples
 
 
-def p_value(policy, model, temperature, count, budget=7, change=None):
+def p_value(method, model, temperature, count, budget=7, change=None):
     """Of the test that two tokens have the target's distribution; `change` alters each tree."""
     target, _ = toy_probs(model, temperature)
     generator = torch.Generator().manual_seed(count)
 
     def make_tree(ids, rng):
-        tree = tree_of(policy, context_of(ids, temperature, generator), budget, 5)
+        tree = tree_of(method, context_of(ids, temperature, generator), budget, 5)
         return change(tree) if change else tree
 
     counts = samples(model, make_tree, count=count, length=2, seed=1, probs=target)
@@ -35,12 +33,12 @@ def p_value(policy, model, temperature, count, budget=7, change=None):
 @pytest.mark.parametrize(("name", "temperature"), spread(list(DRAFTED), [0.6, 1.0]))
 def test_sampled_output_has_the_targets_distribution(name, temperature):
     model = ToyModel(vocab=4, seed=list(DRAFTED).index(name), noise=1.2)
-    policy = policies(toy_probs(model, temperature)[1])[name]
-    assert p_value(policy, model, temperature, count=2500) > 1e-3 / (4 * len(DRAFTED))
+    method = methods(toy_probs(model, temperature)[1])[name]
+    assert p_value(method, model, temperature, count=2500) > 1e-3 / (4 * len(DRAFTED))
 
 
 def keep_best(size):
-    """Prune to the nodes of greatest value: what no policy may do to draws."""
+    """Prune to the nodes of greatest value: what no method may do to draws."""
 
     def prune(tree):
         kept, place = TokenTree(tree.token[0]), {0: 0}
@@ -56,10 +54,10 @@ def keep_best(size):
 def test_pruning_draws_by_value_is_found_out(name):
     model = ToyModel(vocab=4, seed=0, noise=1.2)
     probs = toy_probs(model)[1]
-    policy = policies(probs)[name]
+    method = methods(probs)[name]
     if name == "sequoia":
-        policy = Sequoia(KnownDrafter(probs), (0.4, 0.3, 0.2))
-    assert p_value(policy, model, 1.0, count=800, budget=9, change=keep_best(2)) < 1e-6
+        method = Sequoia(KnownDrafter(probs), (0.4, 0.3, 0.2))
+    assert p_value(method, model, 1.0, count=800, budget=9, change=keep_best(2)) < 1e-6
 
 
 class Opposed(ToyModel):
@@ -88,10 +86,10 @@ class Peeking(children.DrawnChildren):
 def test_choosing_a_slot_by_its_own_token_is_found_out(monkeypatch):
     """The worth that deterministic children have, for nodes that count as draws."""
     model = Opposed(vocab=4)
-    policy = policies(model.draft)["dyspec-threshold"]
-    assert p_value(policy, model, 1.0, count=600, budget=6) > 1e-3
+    method = methods(model.draft)["dyspec-threshold"]
+    assert p_value(method, model, 1.0, count=600, budget=6) > 1e-3
     monkeypatch.setattr(children, "DrawnChildren", Peeking)
-    assert p_value(policy, model, 1.0, count=600, budget=6) < 1e-6
+    assert p_value(method, model, 1.0, count=600, budget=6) < 1e-6
 
 
 def test_reranked_candidates_are_no_draws():
@@ -104,7 +102,7 @@ def test_reranked_candidates_are_no_draws():
         tree.probs[1:] = [probs([0, *path]) for path in paths]
         return tree
 
-    assert p_value(policies(probs)["eagle2"], model, 1.0, count=1500, budget=5, change=claim) < 1e-6
+    assert p_value(methods(probs)["eagle2"], model, 1.0, count=1500, budget=5, change=claim) < 1e-6
 
 
 @examples(100, derandomize=True)
@@ -123,14 +121,14 @@ def test_every_tree_keeps_the_contract(seed, vocab, zeros, budget, max_depth, te
     every = {name: make(drafter) for name, make in DRAFTED.items()}
     every |= {"five branches": SpecInfer(drafter, 5), "low threshold": Threshold(drafter, 0.01)}
     every |= {"narrow": Eagle2(drafter, 2, 3), "measured": Sequoia(drafter, (0.2, 0.5, 0.1))}
-    every["auto"] = Auto(drafter, Ngram(), LastLogits())
-    for name, policy in every.items():
+    every["auto"] = Auto(drafter)
+    for name, method in every.items():
         drafter.calls = []
         context = context_of(list(ids), temperature, logits=torch.arange(vocab).float())
-        tree = tree_of(policy, context, budget, max_depth)
+        tree = tree_of(method, context, budget, max_depth)
         assert 1 <= len(tree) <= budget
         assert max(tree.depth) <= max_depth and tree.token[0] == ids[-1]
-        assert set(tree.source[1:]) <= {source.name for source in policy.sources}
+        assert set(tree.source[1:]) <= {source.name for source in method.sources}
         if name == "auto":
             assert tree.probs == [None] * len(tree)
             for node in range(1, len(tree)):
@@ -146,7 +144,7 @@ def test_every_tree_keeps_the_contract(seed, vocab, zeros, budget, max_depth, te
                 continue
             assert probs[tree.token[node]] > 0
             reach.append(reach[tree.parent[node]] * float(probs[tree.token[node]]))
-            drawn_node = temperature > 0 and not isinstance(policy, Eagle2)
+            drawn_node = temperature > 0 and not isinstance(method, Eagle2)
             assert (tree.probs[node] is not None) == drawn_node
             assert not drawn_node or torch.equal(tree.probs[node], probs)
             assert 0 < tree.value[node] <= tree.value[tree.parent[node]]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cases import examples, refuses
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.native import Router, RouterConfig
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import WINDOW, ContextTokens, Shortlist
 
 VOCAB, D, EMBED = 120, 16, 8
@@ -33,14 +33,14 @@ def make(kind="all", chosen=4, **options):
     torch.manual_seed(0)
     weight, order = torch.randn(VOCAB, D), torch.randperm(VOCAB)
     if kind == "context":
-        return Shortlist(weight, Layout.nothing(VOCAB), window=WINDOW, **options)
+        return Shortlist(weight, Layout.nothing(VOCAB), None, window=WINDOW, **options)
     if kind == "frequency":
-        return Shortlist(weight, Layout.by_frequency(order, 20, VOCAB), **options)
+        return Shortlist(weight, Layout.by_frequency(order, 20, VOCAB), None, **options)
     layout = Layout(order[:115], 20, 9, VOCAB)
     router = Router(RouterConfig(D, EMBED, 12, layout.clusters))
     torch.nn.init.normal_(router.down.weight)
     window = WINDOW if kind == "all" else None
-    return Shortlist(weight, layout, router=router, chosen=chosen, window=window, **options)
+    return Shortlist(weight, layout, None, router=router, chosen=chosen, window=window, **options)
 
 
 def nodes(n, seed=1):
@@ -104,7 +104,7 @@ def choose(scores, count):
     clusters = scores.shape[1]
     layout = Layout(torch.arange(clusters), 0, 1, clusters)
     router = Router(RouterConfig(1, 1, 1, clusters))
-    shortlist = Shortlist(torch.zeros(clusters, 2), layout, router=router, chosen=count)
+    shortlist = Shortlist(torch.zeros(clusters, 2), layout, None, router=router, chosen=count)
     return shortlist.choose(scores).tolist()
 
 
@@ -138,7 +138,7 @@ def test_bad_scores_come_last_and_a_context_alone_must_hold_a_token():
         shortlist.begin([]).score(hidden, route(shortlist, hidden, hidden))
     layout, router = Layout(torch.arange(30), 10, 5, 30), Router(RouterConfig(4, 4, 4, 4))
     before = torch.get_rng_state()
-    Shortlist(torch.zeros(30, 4), layout, router=router, chosen=2)
+    Shortlist(torch.zeros(30, 4), layout, None, router=router, chosen=2)
     assert torch.equal(torch.get_rng_state(), before)
 
 

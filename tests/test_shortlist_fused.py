@@ -9,7 +9,7 @@ import torch
 
 from cases import refuses
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.native import Router, RouterConfig
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from scripts import captured
 from test_shortlist import spread
@@ -75,7 +75,7 @@ def test_a_shortlist_takes_it_by_itself_and_puts_the_context_beside():
     weight, h = torch.randn(290, 24, device=DEVICE), torch.randn(3, 24, device=DEVICE)
     layout = Layout(torch.randperm(290), 40, 50, 290)
     router = Router(RouterConfig(2, 2, 2, layout.clusters))
-    shared = Shortlist(weight, layout, router=router, chosen=2, window=9)
+    shared = Shortlist(weight, layout, None, router=router, chosen=2, window=9)
     assert isinstance(shared.fused, FusedHead)
     one, three = (layout.scored(torch.tensor([i]))[layout.frequent :].tolist() for i in (1, 3))
     ids = [*one[:2], *three[:3], int(layout.order[0])]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from cases import examples, refuses
 from quickbeam.drafters.shortlist.layout import ABSENT, FREQUENT, Layout
-from quickbeam.drafters.shortlist.native import EPS, Router, RouterConfig
+from quickbeam.drafters.shortlist.router import EPS, Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Artefact
 
 VOCAB = 40

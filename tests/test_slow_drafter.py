@@ -14,10 +14,8 @@ from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.drafters.base import DrafterState
 from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine import engine as engine_module
-from quickbeam.engine.budget import ASKED, FREE, PLAIN, Budget, Speed
+from quickbeam.engine.budget import ASKED, FREE, PLAIN, MeasuredBudget, Speed
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.methods.auto import Auto
@@ -111,17 +109,17 @@ def simulated(monkeypatch, call, right, kind, busy=False, costs=EXACT):
         return forward(batch)
 
     target.forward = timed
-    budget = Budget(CostModel(dict(costs)))
+    budget = MeasuredBudget(CostModel(dict(costs)))
     if kind is not None:
         only = {kind: Speed(1.2)}
         budget._speeds_of = lambda *_: only
     engine = Engine(target, budget=budget, share=False)
-    policy = Auto(drafter, Ngram(), LastLogits())
+    method = Auto(drafter)
     params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
     seconds = []
     for prompt, plain in asked:
         drafter.text, began = [*prompt, *plain], clock.now
-        drafted = answer(target, policy, params, prompt, budget=None, engine=engine)
+        drafted = answer(target, method, params, prompt, budget="auto", engine=engine)
         assert drafted.output.token_ids == plain
         seconds.append(clock.now - began)
     return seconds, drafter

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from answers import answer
+from answers import answer, request
 from models import VOCAB
 from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.prompt_lookup import PromptLookup
 from quickbeam.models.base import Draws
-from quickbeam.models.native.library import cached_kernels
+from quickbeam.models.native import library
 from quickbeam.models.native.noise import NativeNoise
 from quickbeam.models.torch import noise as of_torch
 from quickbeam.models.torch.graphs import Graphs
@@ -138,26 +137,28 @@ class HostDraws:
         monkeypatch.setattr(Sampler, "emitted", counted)
 
 
-def answered(model, policy, budget=8, **sampling):
+def answered(model, method, budget=8, **sampling):
     params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
     engine = Engine(model, share=False)
-    return answer(model, policy, params, PROMPT, budget=budget, engine=engine).output.token_ids
+    return answer(model, method, params, PROMPT, budget=budget, engine=engine).output.token_ids
 
 
 def test_the_host_draws_by_the_kernels_where_there_are_any():
-    noise = Engine(made("llama"))._make_noise(1, 0, 97)
-    assert isinstance(noise, NativeNoise) == (cached_kernels() is not None)
+    kernels = library.kernels()
+    engine = Engine(made("llama"), kernels=kernels)
+    sequence = engine.new_sequence(request(engine.model, NoDraft(), SamplingParams(**PLAIN), [1]))
+    assert isinstance(sequence.noise, NativeNoise) == (kernels is not None)
 
 
 @pytest.mark.usefixtures("graphs_on_the_cpu")
 def test_answers_are_the_hosts_with_drafts_and_without(monkeypatch):
     host, device, small = made("llama"), made("llama"), made("llama")
     device._graphs, device._draws_tokens = Graphs(device._run, CPU), True
-    drafted = DySpec(LMDrafter(small, VOCAB)), PromptLookup(Ngram())
+    drafted = DySpec(LMDrafter(small, VOCAB)), PromptLookup()
     right = answered(host, NoDraft(), **PLAIN)
     counted = HostDraws(monkeypatch)
-    for policy in (NoDraft(), *drafted):
-        assert answered(device, policy, **PLAIN) == right
+    for method in (NoDraft(), *drafted):
+        assert answered(device, method, **PLAIN) == right
     # the first token follows the prompt; the others may be as good as equal now and then
     assert 3 <= counted.count <= 6
     # one place off, and answers differ
@@ -175,7 +176,7 @@ def test_other_parameters_take_the_hosts_way(more, monkeypatch):
     host, device = made("llama"), made("llama")
     device._graphs, device._draws_tokens = Graphs(device._run, CPU), True
     sampling = PLAIN | more
-    right = answered(host, PromptLookup(Ngram()), **sampling)
+    right = answered(host, PromptLookup(), **sampling)
     counted = HostDraws(monkeypatch)
-    assert answered(device, PromptLookup(Ngram()), **sampling) == right
+    assert answered(device, PromptLookup(), **sampling) == right
     assert counted.count == (0 if more == {"temperature": 0} else 40)

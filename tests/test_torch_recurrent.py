@@ -10,8 +10,6 @@ from answers import answer
 from cases import few
 from models import VOCAB, tiny
 from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
@@ -64,12 +62,12 @@ def test_answers_are_those_of_transformers(kind):
     right = [ids[-24:] for ids in whole]
     drafter = LMDrafter(make_model(tiny("", torch.float32, seed=1, config=KINDS[kind])), VOCAB)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    for policy in (NoDraft(), Auto(drafter, Ngram(), LastLogits())):
+    for method in (NoDraft(), Auto(drafter)):
         engine = Engine(model)
         for prompt, reply in zip(prompts, right, strict=True):
-            assert answer(model, policy, params, prompt, engine=engine).output.token_ids == reply
+            assert answer(model, method, params, prompt, engine=engine).output.token_ids == reply
         # the state behind the first whole page was kept
-        again = answer(model, policy, params, prompts[0], engine=engine)
+        again = answer(model, method, params, prompts[0], engine=engine)
         assert again.statistics.cached_tokens == PAGE and again.output.token_ids == right[0]
         engine.prefixes.clear()
         assert model.pool.used == 0

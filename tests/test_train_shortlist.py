@@ -15,7 +15,7 @@ from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.native import RouterConfig
+from quickbeam.drafters.shortlist.router import RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import QuickbeamError
 from quickbeam.train import places, shortlist

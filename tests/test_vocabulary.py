@@ -15,11 +15,11 @@ from quickbeam import LLM
 from quickbeam.config import VOCABS, plain_vocab
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.native import Router, RouterConfig
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.drafters.vocabulary import is_listed, make_shortlist
-from quickbeam.engine.drafting import Drafting
 from quickbeam.engine.engine import Engine
+from quickbeam.engine.method_store import MethodStore
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.native import library
@@ -58,7 +58,8 @@ def pairs(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["attention", "input", "plain", "ours", *NATIVE])
 def test_distributions_are_the_whole_ones_over_what_is_scored(pairs, kind, vocab, temperature):
     pair = pairs[kind]
-    shortlist = make_shortlist(pair.drafter, pair.target, vocab, 30 if vocab == "context" else 14)
+    size = 30 if vocab == "context" else 14
+    shortlist = make_shortlist(pair.drafter, pair.target, vocab, size, library.kernels())
     assert bool(shortlist.native) == (kind in NATIVE)
     prompt, tree = [3, 9, 4, 9, 30, 17], TokenTree(21)
     a, b = tree.add(0, 5, "x"), tree.add(0, 30, "x")
@@ -82,7 +83,7 @@ def test_distributions_are_the_whole_ones_over_what_is_scored(pairs, kind, vocab
 def test_what_was_scored_is_counted(pairs):
     pair = pairs["attention"]
     params = SamplingParams(max_tokens=25, temperature=2.0, seed=1, ignore_eos=True)
-    use = make_shortlist(pair.drafter, pair.target, "frequency", 25)
+    use = make_shortlist(pair.drafter, pair.target, "frequency", 25, library.kernels())
     given = DRAFTED["dyspec"](pair.drafter), params, [4, 8, 15]
     one = answer(pair.target, *given, budget=6, shortlist=use).statistics
     assert one.head.calls == one.drafter_calls and one.head.tokens == 25 * one.head.calls
@@ -94,7 +95,7 @@ def test_the_context_may_stand_beside_every_vocabulary(pairs):
     assert with_context == {"frequency+context", "context", "router"}
     assert plain_vocab("full+context") == "full" and plain_vocab("half+context") == "half+context"
     pair, prompt = pairs["attention"], [3, 9, 4]
-    shortlist = make_shortlist(pair.drafter, pair.target, "frequency+context", 12)
+    shortlist = make_shortlist(pair.drafter, pair.target, "frequency+context", 12, None)
     assert shortlist is not None and shortlist.layout.frequent == 12
     state = shortlist.begin(prompt)
     ranked = shortlist.layout.order.tolist()
@@ -108,10 +109,10 @@ def test_what_cannot_be_is_refused(pairs, tmp_path, monkeypatch):
 
     def error_of(vocab, size=None, one=drafter):
         with pytest.raises(InvalidInput) as caught:
-            make_shortlist(one, target, vocab, size)
+            make_shortlist(one, target, vocab, size, None)
         return str(caught.value)
 
-    assert make_shortlist(drafter, target, "full") is None
+    assert make_shortlist(drafter, target, "full", None, None) is None
     assert "unknown vocabulary 'half' of the drafter; known: full, frequency" in error_of("half")
     assert f"must be 1 to {VOCAB}" in error_of("frequency", VOCAB + 1)
     assert f"must be 1 to {VOCAB}" in error_of("router", 0)
@@ -125,7 +126,7 @@ def test_what_cannot_be_is_refused(pairs, tmp_path, monkeypatch):
         assert "quickbeam train --only shortlist" in error_of("router")
         artefact(VOCAB, 32, router=False).save(tmp_path)
         assert "has clusters but no router" in error_of("router")
-        assert make_shortlist(drafter, target, "frequency", 9) is not None
+        assert make_shortlist(drafter, target, "frequency", 9, None) is not None
         artefact(VOCAB, 16).save(tmp_path)
         assert "other states than 32 wide" in error_of("router")
         artefact(VOCAB + 1, 32).save(tmp_path)
@@ -152,18 +153,19 @@ def test_the_default_takes_a_list_that_is_there_and_no_router(pairs, tmp_path):
     assert not is_listed(own)
     pair = pairs["attention"]
     for drafter, expected in ((pair.drafter, "frequency+context"), (own, "full")):
-        drafting = Drafting(pair.target, None, lambda model, tokenizer: drafter)  # noqa: B023
-        drafting.load()
-        assert drafting.setting("auto", None, None).vocab == expected
-    assert drafting.setting("dynaspec", None, None).vocab == "router"
-    assert drafting.setting("auto", "router", 9).vocab == "router"
+        store = MethodStore(pair.target, None, lambda model, tokenizer: drafter)  # noqa: B023
+        store.load()
+        assert store.setting("auto", None, None).vocab == expected
+    assert store.setting("dynaspec", None, None).vocab == "router"
+    assert store.setting("auto", "router", 9).vocab == "router"
 
 
 @pytest.mark.parametrize(("name", "vocab"), few(CASES, CASES[len(DRAFTED) + 1 :]))
 @pytest.mark.parametrize("kind", few(["attention", "plain"], ["attention"]))
 def test_sampled_answers_are_the_models(pairs, kind, name, vocab):
     pair, accepted = pairs[kind], 0
-    use = make_shortlist(pair.drafter, pair.target, vocab, None if vocab == "full" else 30)
+    size = None if vocab == "full" else 30
+    use = make_shortlist(pair.drafter, pair.target, vocab, size, library.kernels())
     engine = Engine(pair.target)
     for temperature in (0.6, 1.0):
         given = dict(max_tokens=12, temperature=temperature, ignore_eos=True)

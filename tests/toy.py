@@ -1,5 +1,5 @@
 """A toy target and drafter with known distributions, and the means to hold sampled output against
-the exact one: of a tree policy, `chi_square(samples(model, make_tree, …), exact_probs(model))`
+the exact one: of a method, `chi_square(samples(model, make_tree, …), exact_probs(model))`
 must not be tiny."""
 
 import itertools
@@ -55,7 +55,7 @@ def path_tokens(tree, node):
 def random_tree(model, context, rng, budget=12, certain=0.35, prune=0.0):
     """A tree of up to `budget` nodes, certain proposals (a share `certain`) and draws without
     replacement side by side. Where it grows is partly random, partly the estimated worth of a slot.
-    `prune`: drop a drawn token whose probability is below it, which no policy may do."""
+    `prune`: drop a drawn token whose probability is below it, which no method may do."""
     tree = TokenTree(context[-1])
     worth = [1.0]
     for _ in range(rng.randrange(budget)):

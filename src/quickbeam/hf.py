@@ -36,6 +36,7 @@ from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM, prepare_kernels
 from quickbeam.models.base import Model
+from quickbeam.models.native import library
 from quickbeam.models.opening import LoadedModel, make_model
 from quickbeam.params import SamplingParams
 
@@ -270,7 +271,14 @@ def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> LL
 
             def load(target: Model, target_tokenizer: Any) -> Drafter:
                 assert drafter is not None
-                return load_drafter(drafter, target, target_tokenizer, model=name, weights=BFLOAT16)
+                return load_drafter(
+                    drafter,
+                    target,
+                    target_tokenizer,
+                    model=name,
+                    weights=BFLOAT16,
+                    kernels=library.kernels(),
+                )
 
             llm = LLM.of_loaded(
                 loaded,

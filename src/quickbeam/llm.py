@@ -27,9 +27,9 @@ from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.loading import load_drafter
 from quickbeam.drafters.mtp import runs_mtp
 from quickbeam.drafters.texts import AnswerMemory
-from quickbeam.engine.drafting import Drafting, LoadDrafter
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.loop import Client, EngineThread, refuse_copy
+from quickbeam.engine.method_store import LoadDrafter, MethodStore
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import Request
@@ -40,7 +40,7 @@ from quickbeam.grammar.compiler import GrammarCompiler
 from quickbeam.grammar.spec import Grammar
 from quickbeam.hub.mtp import MTP
 from quickbeam.machine import in_own_thread
-from quickbeam.methods import check_options, max_nodes, stand_in
+from quickbeam.methods import check_options, stand_in, tree_budget
 from quickbeam.models import builtin
 from quickbeam.models.base import Model
 from quickbeam.models.memory import free_memory
@@ -88,7 +88,7 @@ class LLM:
     Acceptance rates and costs that are learned in one answer are used in the next. They never
     change a token of an answer. The exception is `SamplingParams(coupling="residual")`: there the
     answer depends on the draft, though its distribution does not. So that a seed repeats those
-    answers too, each seeded one begins with a policy that has learned nothing. With a measured
+    answers too, each seeded one begins with a method that has learned nothing. With a measured
     budget they may still differ.
     """
 
@@ -134,12 +134,14 @@ class LLM:
                 model=folder,
                 progress=progress,
                 weights=options.draft_weights,
+                kernels=library.kernels(),
             )
 
         self.folder = folder
         self._start(loaded, name, options, load if drafter else None, answers)
-        self.prepare(self.drafting.method(self.method))
-        if max_nodes(self.budget, self.method) is None:  # measured now, not in the first answer
+        self.prepare(self.method_store.resolve(self.method))
+        if tree_budget(self.budget, self.method) == "auto":
+            # measured now, not in the first answer
             self.thread.call(lambda: self.engine.budget)
 
     @classmethod
@@ -175,14 +177,21 @@ class LLM:
         self.method = stand_in(options.method, load_drafter is not None)
         if answers is not None:
             answers.check(self.model.vocab_size)
-        self.drafting = Drafting(
-            self.model, self.tokenizer, load_drafter, options.vocab, options.shortlist
+        kernels = library.kernels()
+        self.method_store = MethodStore(
+            self.model,
+            self.tokenizer,
+            load_drafter,
+            vocab=options.vocab,
+            shortlist=options.shortlist,
+            kernels=kernels,
         )
         self.engine = Engine(
             self.model,
             max_running=options.max_running,
             share=options.share_prefixes,
             memory=answers,
+            kernels=kernels,
         )
         self.thread = EngineThread(self.engine)
         self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self.eos_ids)
@@ -193,7 +202,7 @@ class LLM:
 
     def _bound_memory(self) -> None:
         """Set how many pages of keys and values there may be, of target and drafter together."""
-        pool, drafter = self.model.pool, self.drafting.drafter
+        pool, drafter = self.model.pool, self.method_store.drafter
         if self._kv_bytes is None:
             free = free_memory(self.model.device) - self.model.mapped_bytes
             self._kv_bytes = max(0, int(KV_SHARE * free))
@@ -226,33 +235,33 @@ class LLM:
 
         Every other method is refused. Loads the drafter if needed, and raises as that does.
         """
-        if not self.drafting.loaded:
+        if not self.method_store.loaded:
             self.thread.call(self._load_drafter)
-        return self.drafting.methods
+        return self.method_store.usable
 
     def room(self, prompt: int, method: str | None = None) -> int:
         """Return the most tokens that an answer to a prompt of `prompt` tokens may have.
 
         Context lengths and the memory for keys and values limit it. Loads the drafter if needed.
         """
-        drafter = self.prepare(self.drafting.method(method or self.method))
+        drafter = self.prepare(self.method_store.resolve(method or self.method))
         return min(limit for limit, *_ in self.engine.limits(drafter)) - prompt
 
     def prepare(
         self, method: str, vocab: str | None = None, shortlist: int | None = None
     ) -> Drafter | None:
         """Load and return the drafter of `method`; None where there is none or none is needed."""
-        if not self.drafting.drafts(method):
+        if not self.method_store.uses_drafter(method):
             return None
-        if not self.drafting.loaded:
+        if not self.method_store.loaded:
             self.thread.call(self._load_drafter)
-        setting = self.drafting.setting(method, vocab, shortlist)
-        if not self.drafting.has_shortlist(setting):
-            self.thread.call(lambda: self.drafting.shortlist(setting))
-        return self.drafting.drafter
+        setting = self.method_store.setting(method, vocab, shortlist)
+        if not self.method_store.has_shortlist(setting):
+            self.thread.call(lambda: self.method_store.shortlist(setting))
+        return self.method_store.drafter
 
     def _load_drafter(self) -> None:
-        self.drafting.load()
+        self.method_store.load()
         self._bound_memory()
 
     def compile_grammar(self, grammar: Grammar) -> None:
@@ -403,10 +412,10 @@ class LLM:
         self.model.check_prompt(ids)
 
         # what drafts
-        method = self.drafting.method(options.get("method") or self.method)
+        method = self.method_store.resolve(options.get("method") or self.method)
         vocab, shortlist = options.get("vocab"), options.get("shortlist")
         self.prepare(method, vocab, shortlist)
-        setting = self.drafting.setting(method, vocab, shortlist).of_answer(params)
+        setting = self.method_store.setting(method, vocab, shortlist).of_answer(params)
         budget = options.get("budget")
 
         # what samples
@@ -425,12 +434,12 @@ class LLM:
         request = Request(
             ids,
             params,
-            policy=self.drafting.policy(setting, params),
+            method=self.method_store.method(setting, params),
             output=output,
             sampler=sampler,
-            budget=max_nodes(self.budget if budget is None else budget, method),
+            budget=tree_budget(self.budget if budget is None else budget, method),
             setting=setting,
-            shortlist=self.drafting.shortlist(setting),
+            shortlist=self.method_store.shortlist(setting),
             observer=observer,
             choice=choice or 0,
             tenant=_hashable(tenant),

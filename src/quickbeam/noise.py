@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,13 +41,17 @@ ArrayLike = Any  # an array, or a tensor on the CPU
 CHUNK = 64  # tokens of a chunk, whose largest number is generated first
 LIKELY = 8  # chunks that are looked at first
 KEPT = 32  # positions whose peaks are cached
-PEAK, TOKEN = 0, 1  # the last word of a counter says what the number is for
-FACTORS = 0xD2511F53, 0xCD9E8D57
-STEPS = 0x9E3779B9, 0xBB67AE85  # added to the key in each round
+# the last word of a counter says what the number is for
+PEAK = 0  # the largest number of a chunk
+TOKEN = 1  # the number of a token
+# Philox's constants
+ROUNDS = 10
+FACTORS = (0xD2511F53, 0xCD9E8D57)
+STEPS = (0x9E3779B9, 0xBB67AE85)  # added to the key in each round
 _FACTORS = np.array(FACTORS, np.uint64)[:, None]
 _STEPS = np.array(STEPS, np.uint64)[:, None]
-_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-ROUNDS = 10
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
 
 
 def philox(counter: Array, key: tuple[int, int]) -> Array:
@@ -78,20 +82,31 @@ def uniform(high: Array, low: Array) -> Array:
 
 
 Peaks = tuple[Array, Array]  # the largest number of each chunk, and the token that has it
-# of a row to perturb: its position, and the least probability of a token before and after
-NoisePosition = tuple[int, float, float]
 Row = tuple[list[int], list[float]]  # tokens, and their perturbed probabilities
 # `perturb` first estimates the largest perturbed probability of a row. It leaves out tokens that
-# can't exceed this share of it, or where a quarter of the row's least probability after is more,
-# that share.
+# can't exceed this share of it, or a quarter of `NoisePosition.least_after` if that is more.
 CUT = 0.02
 NINTH_DECILE = 2.3  # exp(-g) is below this 9 times in 10
 TINY = 2.0**-120  # the lowest threshold of a perturbed probability
 
 
+class NoisePosition(NamedTuple):
+    """Whose noise perturbs a row, and which tokens of the row count.
+
+    - `position`: of the text.
+    - `least`: the least probability of a token before it is perturbed.
+    - `least_after`: what its perturbed probability must exceed.
+    """
+
+    position: int
+    least: float = 0.0
+    least_after: float = 0.0
+
+
 def _best_of(
     noise: Noise, scores: Array, position: int, scale: float, chunks: Array
 ) -> tuple[float, int]:
+    """Return the largest sum of score and number in these chunks, and its token."""
     tokens = (np.sort(chunks)[:, None] * CHUNK + np.arange(CHUNK)).ravel()
     tokens = tokens[tokens < len(scores)]
     gumbels = noise.of(tokens, np.full(len(tokens), position))
@@ -196,36 +211,46 @@ class Noise:
         rows = np.asarray(rows)
         if tokens is not None:
             tokens = np.asarray(tokens)
-        candidates = list[Array]()  # columns of each row
-        for q, (position, least, least_after) in zip(rows, noise_positions, strict=True):
-            peaks, owners = self.peaks(position)
-            # no token's number is larger than the largest of its chunk
-            factors = np.exp(temperature * peaks).astype(np.float32)
-            bounds = q * (
-                np.repeat(factors, CHUNK)[: len(q)] if tokens is None else factors[tokens // CHUNK]
-            )
-            likeliest = float(q.max(initial=0.0)) * NINTH_DECILE**-temperature
-            # for the tokens that have the largest number of their chunk, the bound is the result
-            if tokens is None:
-                likeliest = max(likeliest, float(bounds[owners[owners < len(q)]].max(initial=0.0)))
-            threshold = max(max(CUT, least_after / 4) * likeliest, TINY)
-            candidates.append(((bounds > threshold) & (q >= least)).nonzero()[0])
+        candidates = [
+            self._candidates(q, tokens, noise_position, temperature)
+            for q, noise_position in zip(rows, noise_positions, strict=True)
+        ]
         sizes = [len(columns) for columns in candidates]
+        positions = np.repeat(np.array([row.position for row in noise_positions]), sizes)
         every = np.concatenate(candidates)
-        positions = np.repeat(np.array([position for position, *_ in noise_positions]), sizes)
         gumbels = self.of(every if tokens is None else tokens[every], positions)
         perturbed = list[Row]()
         first = 0
-        for q, columns, (_, _, least_after) in zip(rows, candidates, noise_positions, strict=True):
+        for q, columns, noise_position in zip(rows, candidates, noise_positions, strict=True):
             row_gumbels = gumbels[first : first + len(columns)]
             first += len(columns)
             probs = q[columns] * np.exp(temperature * row_gumbels)
-            probs /= probs.sum() + max(0.0, 1 - float(q[columns].sum(dtype=np.float64)))
+            without = max(0.0, 1 - float(q[columns].sum(dtype=np.float64)))
+            probs /= probs.sum() + without
             ranked = np.argsort(-probs, kind="stable")[:most]
-            ranked = ranked[probs[ranked] > least_after]
+            ranked = ranked[probs[ranked] > noise_position.least_after]
             names = columns[ranked] if tokens is None else tokens[columns[ranked]]
             perturbed.append((names.tolist(), probs[ranked].tolist()))
         return perturbed
+
+    def _candidates(
+        self, q: Array, tokens: Array | None, row: NoisePosition, temperature: float
+    ) -> Array:
+        """Return the columns of a row `q` `[s]` whose perturbed probability may count."""
+        peaks, owners = self.peaks(row.position)
+        # no token's number is larger than the largest of its chunk
+        factors = np.exp(temperature * peaks).astype(np.float32)
+        likeliest = float(q.max(initial=0.0)) * NINTH_DECILE**-temperature
+        if tokens is None:
+            bounds = q * np.repeat(factors, CHUNK)[: len(q)]
+            # the bound of a token that has the largest number of its chunk is its result
+            of_owners = bounds[owners[owners < len(q)]]
+            likeliest = max(likeliest, float(of_owners.max(initial=0.0)))
+        else:
+            bounds = q * factors[tokens // CHUNK]
+        threshold = max(max(CUT, row.least_after / 4) * likeliest, TINY)
+        columns: Array = ((bounds > threshold) & (q >= row.least)).nonzero()[0]
+        return columns
 
     def forget(self) -> None:
         """Forget the cached peaks. Each of them can be computed again."""

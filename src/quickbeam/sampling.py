@@ -18,7 +18,7 @@ from quickbeam.params import SamplingParams
 if TYPE_CHECKING:
     from quickbeam.grammar.masks import Masks
 
-MOST_BAD = 256  # tokens of a bad word; the work grows with the square of it
+MAX_BAD_TOKENS = 256  # tokens of a bad word; the work grows with the square of it
 
 
 class Bans:
@@ -32,7 +32,8 @@ class Bans:
     def __init__(
         self, min_tokens: int, ends: Collection[int], bad: Collection[Sequence[int]]
     ) -> None:
-        self._min_tokens, self._ends = min_tokens, list(ends)
+        self._min_tokens = min_tokens
+        self._ends = list(ends)
         self._last: dict[tuple[int, ...], list[int]] = {}  # last tokens by those before them
         for *before, last in bad:
             self._last.setdefault(tuple(before), []).append(last)
@@ -47,9 +48,10 @@ class Bans:
         """Return the ids that are banned after output and `path`, in no particular order."""
         length = len(self._output) + len(path)
         banned = [*self._ends] if length < self._min_tokens else []
-        text = (*self._output[-MOST_BAD:], *path)
+        text = (*self._output[-MAX_BAD_TOKENS:], *path)
         for before in self._lengths:
-            banned += self._last.get(text[len(text) - before :], ()) if before <= len(text) else ()
+            if before <= len(text):
+                banned += self._last.get(text[len(text) - before :], ())
         return banned
 
 
@@ -121,7 +123,9 @@ class Sampler:
                     f"{name}={outside[0]}: must be ids from 0 to "
                     f"{vocab_size - 1}, this model's vocabulary"
                 )
-        self.params, self.vocab_size, self.grammar = params, vocab_size, grammar
+        self.params = params
+        self.vocab_size = vocab_size
+        self.grammar = grammar
         self._bans = Bans(
             params.min_tokens,
             {token for token in ends if 0 <= token < vocab_size},
@@ -155,21 +159,28 @@ class Sampler:
             return logits.float()
         scores = logits.to(torch.float32, copy=True)
         if params.logit_bias:
-            self._biased, self._bias = self._biased.to(scores.device), self._bias.to(scores.device)
+            self._biased = self._biased.to(scores.device)
+            self._bias = self._bias.to(scores.device)
             scores[self._biased] += self._bias
         if params.penalises:
-            tokens, counts = (column.to(scores.device) for column in self._counts.along(path))
-            seen = scores[tokens]
-            if params.repetition_penalty != 1:
-                seen = torch.where(
-                    seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty
-                )
-            scores[tokens] = (
-                seen - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
-            )
+            self._penalise(scores, path)
         if banned := self._bans.after(path):
             scores[torch.tensor(banned, device=scores.device)] = -math.inf
         return scores if self.grammar is None else self.grammar.ban(scores, path)
+
+    def _penalise(self, scores: torch.Tensor, path: Sequence[int]) -> None:
+        """Apply the penalties to the scores `[vocab]` of tokens that the text and `path` hold."""
+        params = self.params
+        tokens, counts = self._counts.along(path)
+        tokens = tokens.to(scores.device)
+        counts = counts.to(scores.device)
+        penalised = scores[tokens]
+        repetition = params.repetition_penalty
+        if repetition != 1:
+            rarer = penalised / repetition
+            penalised = torch.where(penalised > 0, rarer, penalised * repetition)
+        penalised = penalised - params.presence_penalty * (counts > 0)
+        scores[tokens] = penalised - params.frequency_penalty * counts
 
     def best(self, logits: torch.Tensor, path: Sequence[int] = ()) -> int:
         """Return the most probable token for raw logits `[vocab]`: what temperature 0 emits.
@@ -187,9 +198,11 @@ class Sampler:
         `probs` returns. Raises `QuickbeamError` for NaN logits.
         """
         if self.params.filters:
-            scores, scale = self.probs(logits, path).log_(), 1.0
+            scores = self.probs(logits, path).log_()
+            scale = 1.0
         else:
-            scores, scale = self.process(logits, path), 1 / max(self.params.temperature, 1e-30)
+            scores = self.process(logits, path)
+            scale = 1 / max(self.params.temperature, 1e-30)
         token = noise.largest(scores.detach().cpu(), position, scale)
         _require_finite(token >= 0)
         return token
@@ -199,22 +212,25 @@ class Sampler:
 
         At temperature 0 the best token has probability 1. Raises `QuickbeamError` for NaN logits.
         """
-        params, scores = self.params, self.process(logits, path)
+        params = self.params
+        scores = self.process(logits, path)
         if params.greedy:
-            return torch.zeros_like(scores).index_fill_(
-                0, torch.tensor([most_probable(scores)], device=scores.device), 1.0
-            )
+            best = torch.tensor([most_probable(scores)], device=scores.device)
+            return torch.zeros_like(scores).index_fill_(0, best, 1.0)
         peak = scores.max()
         _require_finite(bool(peak.isfinite()))
         if 0 < params.top_k < len(scores):
-            scores = scores.masked_fill(scores < scores.topk(params.top_k).values[-1], -math.inf)
+            lowest = scores.topk(params.top_k).values[-1]
+            scores = scores.masked_fill(scores < lowest, -math.inf)
         # the largest score is 0, so nothing overflows; the floor keeps 1/temperature finite
         probs = ((scores - peak) / max(params.temperature, 1e-30)).softmax(0)
         if params.top_p < 1:
             probs = nucleus(probs, params.top_p, params.top_k)
         if params.min_p > 0:
             probs = probs.masked_fill(probs < params.min_p * probs.max(), 0.0)
-        return probs / probs.sum() if params.top_p < 1 or params.min_p > 0 else probs
+        if params.top_p < 1 or params.min_p > 0:
+            probs = probs / probs.sum()
+        return probs
 
 
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
@@ -223,7 +239,7 @@ def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
     Each word is split by `tokenizer` without and with a leading space. A sequence that ends with
     another one is left out, since the shorter one bans as much. The same letters split into other
     tokens are not noticed. Raises `InvalidInput` for a word that has no tokens, or more than
-    `MOST_BAD`.
+    `MAX_BAD_TOKENS`.
     """
     unique: dict[tuple[int, ...], None] = {}  # in order, each once
     for word in words:
@@ -234,13 +250,18 @@ def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
                 raise InvalidInput(
                     f"bad_words: {word!r} has no tokens in this model's vocabulary: leave it out"
                 )
-            if len(ids) > MOST_BAD:
+            if len(ids) > MAX_BAD_TOKENS:
                 raise InvalidInput(
                     f"bad_words: {word[:20]!r}… has {len(ids)} tokens: a word may have at most "
-                    f"{MOST_BAD}"
+                    f"{MAX_BAD_TOKENS}"
                 )
             unique[ids] = None
-    return [list(ids) for ids in unique if not any(ids[i:] in unique for i in range(1, len(ids)))]
+    banned = list[list[int]]()
+    for ids in unique:
+        ends_with_another = any(ids[i:] in unique for i in range(1, len(ids)))
+        if not ends_with_another:
+            banned.append(list(ids))
+    return banned
 
 
 def nucleus(probs: torch.Tensor, top_p: float, support: int = 0) -> torch.Tensor:
@@ -279,7 +300,8 @@ def draw(probs: torch.Tensor, generator: torch.Generator) -> int:
     One uniform number is taken from `generator`, which may be on another device than `probs`.
     """
     mass = probs.cumsum(0, dtype=torch.float64)
-    return int(torch.searchsorted(mass, mass[-1:] * uniform(generator), right=True))
+    drawn_mass = mass[-1:] * uniform(generator)
+    return int(torch.searchsorted(mass, drawn_mass, right=True))
 
 
 def uniform(generator: torch.Generator) -> float:
@@ -297,7 +319,8 @@ def logprobs(logits: torch.Tensor, token: int, k: int) -> tuple[float, dict[int,
     top = log_probs.topk(min(k, len(log_probs)))
     log_prob = float(log_probs[token])
     _require_finite(not math.isnan(log_prob))
-    return log_prob, dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    most_probable_tokens = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return log_prob, dict(most_probable_tokens)
 
 
 def _require_finite(finite: bool) -> None:

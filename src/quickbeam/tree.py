@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 
@@ -67,6 +69,23 @@ class TokenTree:
         self.probs.append(probs)
         self.children.append({})
         self.children[parent][token] = node
+        return node
+
+    def add_path(
+        self, node: int, tokens: Iterable[int], source: str, budget: int, max_depth: int
+    ) -> int:
+        """Add tokens below `node`, one below the other, and return the last one's node.
+
+        Nodes that already hold the same tokens are shared, whoever proposed them. The path ends
+        early where the tree has `budget` nodes or the next one would be deeper than `max_depth`.
+        """
+        for token in tokens:
+            child = self.child(node, token)
+            if child is None:
+                if len(self) >= budget or self.depth[node] >= max_depth:
+                    break
+                child = self.add(node, token, source)
+            node = child
         return node
 
     def first(self, count: int) -> TokenTree:

@@ -125,7 +125,8 @@ def _proposal(
         q = _normalised(q.index_fill(0, removed, 0.0))
         if q[token] > 0:
             return q
-    return torch.zeros_like(like).index_fill_(0, torch.tensor([token], device=like.device), 1.0)
+    index = torch.tensor([token], device=like.device)
+    return torch.zeros_like(like).index_fill_(0, index, 1.0)
 
 
 def _normalised(weights: torch.Tensor) -> torch.Tensor:

@@ -98,18 +98,19 @@ def _item(entry: str, default: MethodItem) -> MethodItem:
         raise InvalidInput(f"{entry!r}: must be {SYNTAX}, sizes of at least 1 or a budget of auto")
     method, nodes, size, switches = parts.groups()
     check_method(method, NAMES)
-    sources = METHODS[method].sources if method in METHODS else ()
-    has_vocab = "drafter" in sources
+    named = METHODS.get(method)  # None for a peer
+    drafts = named is not None and named.drafts
+    has_vocab = named is not None and named.uses_drafter
     vocab = plain_vocab(switches or "") or None
     shortlist = int(size) if size else None
-    if nodes and not sources:
+    if nodes and not drafts:
         raise InvalidInput(f"{entry!r}: {method} grows no draft tree and takes no budget")
     if (shortlist or vocab) and not has_vocab:
         raise InvalidInput(f"{entry!r}: {method} has no drafter that scores a vocabulary")
     budget: Budget | None = None
     if nodes:
         budget = 0 if nodes == "auto" else int(nodes)
-    elif sources:
+    elif drafts:
         budget = default.budget
     if not has_vocab:
         return MethodItem(entry, method, budget)

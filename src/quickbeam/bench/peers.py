@@ -26,7 +26,8 @@ class Peer:
     def __init__(self, loaded: tuple[Any, Any], lookup: bool = False, raw: bool = False) -> None:
         self.model, self.tokenizer = loaded
         self.options: dict[str, Any] = LOOKUP if lookup else {}
-        self.device, self.raw = str(self.model.device), raw or self.tokenizer.chat_template is None
+        self.device = str(self.model.device)
+        self.raw = raw or self.tokenizer.chat_template is None
         # the ids that end our answers
         self.stops = sorted(model_eos_ids(self.model, self.tokenizer))
 
@@ -34,29 +35,48 @@ class Peer:
         if self.raw:
             text = "\n\n".join(message["content"] for message in messages)
             return list(self.tokenizer(text)["input_ids"])
-        given = {"add_generation_prompt": True, "return_dict": False}
-        return list(self.tokenizer.apply_chat_template(list(messages), **given))
+        ids = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=False
+        )
+        return list(ids)
 
     def answer(self, ids: Sequence[int], params: SamplingParams) -> Completion:
         """Continue the ids. Of what the pass over the prompt emits, statistics count one token."""
         if params.seed is not None:
             torch.manual_seed(params.seed)
-        model, clock = self.model, _Clock()
+        clock = _Clock()
         prompt = torch.tensor([list(ids)], device=self.device)
-        own, model.generation_config = model.generation_config, self._config(params)
-        more = {"attention_mask": torch.ones_like(prompt), "streamer": clock, **self.options}
+        output = self._generate(prompt, clock, params)
+        tokens: list[int] = output[0, prompt.shape[1] :].tolist()
+        statistics = Statistics(
+            new_tokens=len(tokens) - clock.first_tokens + 1,
+            steps=clock.puts - 2,
+            seconds=clock.ended - clock.started,
+            prefill_seconds=clock.started - clock.began,
+        )
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return Completion(text, tokens, "length", statistics)
+
+    def _generate(
+        self, prompt: torch.Tensor, clock: _Clock, params: SamplingParams
+    ) -> torch.Tensor:
+        model = self.model
+        config_before = model.generation_config
+        model.generation_config = self._config(params)
+
+        def generate() -> torch.Tensor:
+            mask = torch.ones_like(prompt)
+            output: torch.Tensor = model.generate(
+                prompt, attention_mask=mask, streamer=clock, **self.options
+            )
+            return output
+
         try:
-            output = in_own_thread(lambda: model.generate(prompt, **more))
+            return in_own_thread(generate)
         except (RuntimeError, ValueError) as error:
             raise QuickbeamError(f"transformers' generate failed: {error}") from error
         finally:
-            model.generation_config = own
-        tokens: list[int] = output[0, prompt.shape[1] :].tolist()
-        counted = len(tokens) - clock.first_tokens + 1
-        seconds, prefill = clock.ended - clock.started, clock.started - clock.began
-        statistics = Statistics(counted, clock.puts - 2, seconds, prefill)
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return Completion(text, tokens, "length", statistics)
+            model.generation_config = config_before
 
     def last_logits(self, ids: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -64,13 +84,19 @@ class Peer:
         return logits[0, -1]  # type: ignore[no-any-return]
 
     def _config(self, params: SamplingParams) -> GenerationConfig:
-        options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "do_sample": False}
-        options |= {"eos_token_id": self.stops or None, "pad_token_id": (*self.stops, 0)[0]}
+        config = GenerationConfig(
+            max_new_tokens=params.max_tokens,
+            do_sample=params.temperature > 0,
+            eos_token_id=self.stops or None,
+            pad_token_id=self.stops[0] if self.stops else 0,
+            repetition_penalty=params.repetition_penalty,
+        )
         if params.temperature > 0:
-            options |= {"do_sample": True, "temperature": params.temperature}
-            options |= {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p or None}
-        options |= {"repetition_penalty": params.repetition_penalty}
-        return GenerationConfig(**options)
+            config.temperature = params.temperature
+            config.top_k = params.top_k
+            config.top_p = params.top_p
+            config.min_p = params.min_p or None
+        return config
 
 
 class _Clock:
@@ -83,7 +109,8 @@ class _Clock:
     def put(self, value: torch.Tensor) -> None:
         self.puts += 1
         if self.puts == 2:
-            self.first_tokens, self.started = value.numel(), perf_counter()
+            self.first_tokens = value.numel()
+            self.started = perf_counter()
 
     def end(self) -> None:
         self.ended = perf_counter()

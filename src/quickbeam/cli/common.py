@@ -56,11 +56,10 @@ class LoadOptions(LLMOptions):
 
     def check(self) -> None:
         """Raise `InvalidInput` for what can be seen to be wrong before PyTorch is imported."""
-        sources = preset(self.method).sources
         for name in ("drafter", "vocab", "shortlist"):
             value = getattr(self, name)
-            if value is not None and "drafter" not in sources:
-                users = (name for name, entry in METHODS.items() if "drafter" in entry.sources)
+            if value is not None and not preset(self.method).uses_drafter:
+                users = (name for name, entry in METHODS.items() if entry.uses_drafter)
                 raise InvalidInput(
                     f"--{name} {value}: method {self.method!r} drafts without a model; add "
                     f"--method with one of {', '.join(users)}"

@@ -1,1 +1,9 @@
-"""Sources of candidate tokens. They know the text so far, but not where their tokens go."""
+"""What proposes candidate tokens to a method.
+
+- A *source* (`Source` in `base.py`) proposes tokens. It knows the text so far, but not where its
+  tokens go in a tree: that is the method's choice. Three sources look tokens up and take no call:
+  n-grams (`ngram.py`), the last logits (`last_logits.py`) and earlier answers (`answers.py`).
+- A *drafter* (`Drafter` in `base.py`) is a source that is asked in calls. It gives the distribution
+  of the next token after any node of a tree. `recycling.py` is one without weights. All other files
+  are for drafters that are networks.
+"""

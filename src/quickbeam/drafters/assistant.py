@@ -1,13 +1,14 @@
 """Gemma 4's assistants: drafters without keys and values of their own.
 
-Each of their layers attends to the target's keys and values, those of its last layer of the same
-kind that has its own. So a node needs only its token and the hidden state before it, the target
-reads nothing for the drafter, and all nodes stand at the root's position.
+Each layer of an assistant attends to keys and values of the target: those of the target's last
+layer of the same kind that has its own. So a node needs only its token and the hidden state before
+it. The target reads nothing for the drafter, and all nodes have the root's position.
 
 The input is `pre_projection` of [the token's embedding in the target; the hidden state]. The root's
-hidden state is the target's after the token before it; that of a node is `post_projection` of what
-the head reads of its parent. The equations are those of transformers' `Gemma4AssistantForCausalLM`
-(`SinglePositionMultiTokenCandidateGenerator` for what is committed when).
+hidden state is the target's after the token before it. A node's hidden state is `post_projection`
+of what the head reads of its parent. The equations are those of transformers'
+`Gemma4AssistantForCausalLM` (`SinglePositionMultiTokenCandidateGenerator` for what is committed
+when).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from quickbeam.models.base import Model, inference
 from quickbeam.models.compile.compiled_stack import NativeLinear
 from quickbeam.models.families.gemma import gemma4
 from quickbeam.models.families.reading import Config, linear
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.quantised import FLOAT32
@@ -60,17 +62,24 @@ Head = Callable[[Sequence[torch.Tensor]], Sequence[Scored]]  # of each request's
 class OrderedHead:
     """Scores the tokens of the `top` clusters of each row whose centroids fit it best.
 
-    - `weight`: `[vocab, d]`, scored as by a `Shortlist`. `layout`: the clusters.
+    - `weight`: `[vocab, d]`, scored as by a `Shortlist`, with `kernels` or without.
+    - `layout`: the clusters.
     - `centroids`: `[clusters, d]`; a cluster's logit is its product.
 
     All rows of a call are scored on the clusters of all of them: more than each asks for.
     """
 
     def __init__(
-        self, weight: torch.Tensor, layout: Layout, centroids: torch.Tensor, top: int
+        self,
+        weight: torch.Tensor,
+        layout: Layout,
+        centroids: torch.Tensor,
+        top: int,
+        kernels: Kernels | None,
     ) -> None:
-        self._scorer = Shortlist(weight, layout).begin(())
-        self._centroids, self._top = centroids.float(), min(top, layout.clusters)
+        self._scorer = Shortlist(weight, layout, kernels).begin(())
+        self._centroids = centroids.float()
+        self._top = min(top, layout.clusters)
 
     def __call__(self, features: Sequence[torch.Tensor]) -> list[Scores]:
         """Return the scores of each call's rows `[n, d]`."""
@@ -100,8 +109,9 @@ class PlainHead:
 class AssistantState(DrafterState):
     """What the drafter keeps of one sequence.
 
-    `hidden`: `[1, width]`, the target's hidden state after the last token that it has read. `out`:
-    by node of the `tree` that is being proposed, `[1, width]`.
+    - `hidden`: `[1, width]`, the target's hidden state after the last token that it has read.
+    - `out`: by node of the `tree` that is being proposed, `[1, width]`, what stands in for its
+      hidden state.
     """
 
     def __init__(self) -> None:
@@ -120,9 +130,10 @@ class AssistantState(DrafterState):
 class AssistantDrafter(Drafter):
     """A drafter that attends to the target's keys and values.
 
-    `passes`: of its layers, which read the pages of the target's pool. `split`: makes of what the
-    head reads what stands in for the target's hidden state. `head`: scores tokens. `layer`: whose
-    hidden states it reads.
+    - `passes`: run its layers, which read the pages of the target's pool.
+    - `split`: makes of what the head reads what stands in for the target's hidden state.
+    - `head`: scores tokens.
+    - `layer`: the layer of the target whose hidden states it reads.
     """
 
     needs_hidden = True
@@ -130,8 +141,10 @@ class AssistantDrafter(Drafter):
     def __init__(
         self, passes: NativePasses, split: NativeLinear, head: Head, model: Model, layer: int
     ) -> None:
-        self.passes, self.split = passes, split
-        self.head, self.vocab_size = head, model.vocab_size
+        self.passes = passes
+        self.split = split
+        self.head = head
+        self.vocab_size = model.vocab_size
         model.set_aux_layers([layer])
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> AssistantState:
@@ -149,9 +162,11 @@ class AssistantDrafter(Drafter):
         for request in requests:
             # a row sees all committed tokens and no other row, and nothing of it is written
             cache: Any = request.context.cache
-            n, length = len(request.nodes), cache.length
+            n = len(request.nodes)
+            length = cache.length
             tokens = [request.tree.token[node] for node in request.nodes]
-            nowhere, behind = [0] * n, [length] * n
+            nowhere = [0] * n
+            behind = [length] * n
             listed.add(cache.table, tokens, behind, nowhere, behind, [()] * n, range(n))
         feature = self.passes.run_rows(listed, torch.cat(states)).normed.contiguous()
         sizes = [len(request.nodes) for request in requests]
@@ -159,7 +174,8 @@ class AssistantDrafter(Drafter):
         for request, out in zip(requests, outs, strict=True):
             state = request.state
             if request.nodes[0] == 0:
-                state.tree, state.out = request.tree, {}
+                state.tree = request.tree
+                state.out = {}
             state.out.update(zip(request.nodes, out[:, None], strict=True))
         answers = list[DraftProbs]()
         scored = self.head(feature.split_with_sizes(sizes))
@@ -170,8 +186,11 @@ class AssistantDrafter(Drafter):
 
     def _states(self, request: DraftRequest) -> torch.Tensor:
         """Return the hidden states that the requested nodes' rows read, `[n, width]`."""
-        state, tree, nodes = request.state, request.tree, request.nodes
-        cache, before = request.context.cache, len(request.context.ids) - 1
+        state = request.state
+        tree = request.tree
+        nodes = request.nodes
+        cache = request.context.cache
+        before = len(request.context.ids) - 1
         if cache is None or state.hidden is None or cache.length != before:
             read = 0 if cache is None else cache.length
             raise ValueError(f"the target has read {read} of {before} tokens before the root")
@@ -192,8 +211,8 @@ class AssistantDrafter(Drafter):
 def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
     """Load the assistant in `folder` for `model`, which the native kernels must run.
 
-    It reads the target's hidden states behind the last norm, as transformers gives them.
-    Raises `InvalidInput` for another target's assistant, and for one that is not assistant.
+    The assistant reads the target's hidden states after the last norm, as transformers gives them.
+    Raises `InvalidInput` for another target's assistant, and for a folder that holds none.
     """
     with named_errors(folder):
         assistant: Any = read_config(folder)
@@ -216,7 +235,8 @@ def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
             hidden_input=HiddenInput(assistant.backbone_hidden_size, join=linear(JOIN)),
         )
         for attention in stack.attentions:
-            heads, shape = attention.heads, model.pool.shapes[attention.source or 0]
+            heads = attention.heads
+            shape = model.pool.shapes[attention.source or 0]
             if shape.key_dim != attention.head_dim or heads % shape.kv_heads:
                 raise InvalidInput(
                     f"it has {heads} heads of {attention.head_dim}, the target keeps "
@@ -239,8 +259,9 @@ def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
 
 
 def _sources(assistant: Any, config: Any, model: Model) -> dict[str, int]:
-    """Return the target's last layer of each kind with keys and values of its own."""
-    target, top = model.config, assistant.centroid_intermediate_top_k
+    """Return, by kind, the target's last layer that has keys and values of its own."""
+    target = model.config
+    top = assistant.centroid_intermediate_top_k
     if not target.model_type.startswith("gemma4"):
         raise InvalidInput(f"it is an assistant of Gemma 4, the target is a {target.model_type}")
     refuse_other_target(assistant.backbone_hidden_size, target=target.hidden_size)
@@ -255,7 +276,8 @@ def _sources(assistant: Any, config: Any, model: Model) -> dict[str, int]:
 def _check_shapes(
     stored: dict[str, torch.Tensor], assistant: Any, config: Any, stack: Stack
 ) -> None:
-    width, d = assistant.backbone_hidden_size, config.hidden_size
+    width = assistant.backbone_hidden_size
+    d = config.hidden_size
     shapes = expected(stack, config) | {f"{JOIN}.weight": [d, 2 * width], SPLIT: [width, d]}
     for attention in stack.attentions:
         shapes[attention.qkv.weights[0].name] = [attention.heads * attention.head_dim, d]
@@ -272,11 +294,12 @@ def _head(parameters: DrafterParameters, assistant: Any, pool: PagePool) -> Head
     """Return the assistant's own head, which is its embedding."""
     table = parameters(TABLE)
     if assistant.use_ordered_embeddings:
-        size, order = len(table) // assistant.num_centroids, parameters.given[ORDER]
+        size = len(table) // assistant.num_centroids
+        order = parameters.given[ORDER]
         assert isinstance(order, torch.Tensor)
         layout = Layout(order.long(), 0, size, len(table))
         top = assistant.centroid_intermediate_top_k
-        return OrderedHead(table, layout, parameters(CENTROIDS), top)
+        return OrderedHead(table, layout, parameters(CENTROIDS), top, pool.kernels)
     name = FLOAT32 if table.dtype is torch.float32 else None
     packed = pack(pool.kernels, table, weights=name)
     return PlainHead(NativeLinear(pool.kernels, packed, logits=True))

@@ -1,4 +1,4 @@
-"""The interface of candidate sources and drafters: what they are given and what they return."""
+"""The contracts of sources and drafters: what they are given and what they return."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quickbeam.drafters.texts import Texts
     from quickbeam.grammar.masks import Masks
     from quickbeam.models.cache.kv import Pool, SequenceCache
+    from quickbeam.models.native.library import Kernels
 
 logger = logging.getLogger(__name__)
 GRAMMAR = "grammar"  # the name of the source of forced tokens: the only ones a grammar allows
@@ -44,6 +45,7 @@ class Context:
     - `texts`: the finished texts that may be drafted from, if any are kept.
     - `cache`: the target's keys and values of all ids but the last, where a target reads them.
     - `tenant`: whose request it is; None for a program's own.
+    - `kernels`: the native kernels, where this machine has them.
     """
 
     ids: list[int]
@@ -59,6 +61,7 @@ class Context:
     texts: Texts | None = None
     cache: SequenceCache | None = None
     tenant: Hashable = None
+    kernels: Kernels | None = None
 
     @property
     def samples_children(self) -> bool:
@@ -69,9 +72,15 @@ class Context:
     def draft_temperature(self) -> float:
         """The temperature of the drafters' distributions: the request's where children are drawn.
 
-        Else the noise, if there is any, applies that (`methods/children.py`).
+        Otherwise 1: the noise, if there is any, applies the request's (`methods/children.py`).
         """
         return self.temperature if self.samples_children else 1.0
+
+    @property
+    def draft_state(self) -> DrafterState | None:
+        """What the drafter keeps of this sequence; None if no drafter has begun."""
+        states = (state for state in self.states.values() if isinstance(state, DrafterState))
+        return next(states, None)
 
     def node_cost(self, nodes: int) -> float:
         """Return the cost in tokens of one more node in a tree of `nodes` nodes; 0 if unmeasured.
@@ -121,7 +130,7 @@ class DraftRequest(NamedTuple):
     @property
     def state(self) -> Any:
         """What the drafter keeps of the sequence."""
-        return self.context.states[Drafter.name]
+        return self.context.draft_state
 
 
 class Source:
@@ -169,15 +178,17 @@ class DraftProbs(NamedTuple):
         values = self.values[row]
         if self.tokens is None:
             return values
-        return values.new_zeros(*values.shape[:-1], self.vocab).index_add_(-1, self.tokens, values)
+        dense = values.new_zeros(*values.shape[:-1], self.vocab)
+        return dense.index_add_(-1, self.tokens, values)
 
 
 @dataclass
 class HeadUse:
     """Counters of how a drafter's head was used, over all calls.
 
-    `calls`: how many were counted. `tokens`: how many were scored, summed over `calls`. `seconds`:
-    the time of choosing what is scored, and of the head.
+    - `calls`: how many calls were counted.
+    - `tokens`: how many tokens were scored, summed over `calls`.
+    - `seconds`: the time of choosing what is scored, and of the head.
     """
 
     calls: int = 0
@@ -190,8 +201,11 @@ class DrafterState(SourceState):
 
     @property
     def waiting(self) -> int:
-        """How many committed tokens it can read ahead of the next tree: those that it has not read,
-        and where it takes hidden states, that these were given of (`append_hidden`)."""
+        """How many committed tokens the drafter can read ahead of the next tree.
+
+        Where it takes hidden states, a token can be read once its hidden state was given
+        (`append_hidden`).
+        """
         return 0
 
     used: HeadUse | None = None  # the counters of its head, where they are kept
@@ -203,7 +217,7 @@ class DrafterState(SourceState):
         """
 
     def skip(self, tail: int) -> None:
-        """Leave unread tokens out, all but the last `tail`, if this drafter can draft without.
+        """Leave out all unread tokens but the last `tail`, if this drafter can draft without them.
 
         A draft may be wrong, so a drafter may know the end of a text alone.
         """
@@ -240,7 +254,8 @@ class Drafter(Source, ABC):
     context_length: int | None = None  # how many tokens it can read; None: no limit
     skips = False  # whether its states can leave tokens out (`skip`)
     folder: Path | None = None  # where it was read from
-    head_size: int | None = None  # of what the target's head reads of it; None: a head of its own
+    # the width of its output that the target's head reads; None: it has a head of its own
+    head_size: int | None = None
     one_call = False  # whether only a tree's first request takes time
     routes = False  # whether a router can choose what its head scores
 
@@ -254,33 +269,35 @@ class Drafter(Source, ABC):
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
         """Let states read committed tokens ahead of the next tree.
 
-        Only states with at least `least` unread tokens do. They read as far as the text that
-        follows those tokens is known, and at most the first `end` tokens of the text. So a drafter
-        reads a long prompt step by step with the target, and no other answer waits for it.
+        Only states with at least `least` unread tokens read. A state reads the tokens whose
+        following tokens are known, of the first `end` tokens of the text. So a drafter reads a long
+        prompt step by step with the target, and no other answer waits for it.
         """
 
     @abstractmethod
     def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return, for each request, the distributions over the token after each of its nodes.
 
-        They are at the request's `draft_temperature`, over the tokens that were scored. One batched
-        call serves all requests. Each node is requested at most once a tree, after its parent, and
-        the root comes first. One that is not finite is returned as zeros, so that nothing is
-        proposed there.
+        The distributions are at the request's `draft_temperature`, over the tokens that were
+        scored. One batched call serves all requests. Each node is requested at most once a tree,
+        after its parent, and the root comes first. A distribution that is not finite is returned as
+        zeros, so that nothing is proposed there.
         """
 
 
 def probs_of(logits: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
     """Return the distributions `[n, vocab]` float32 that a drafter's logits give at `temperature`.
 
-    It may be a tensor `[n, 1]`, of each row's own. A row that is not finite becomes zeros.
+    `temperature` may be a tensor `[n, 1]`, with one entry for each row. A row that is not finite
+    becomes zeros.
     """
     scores = logits.float()
     # The largest logit is subtracted first, so that the division can't overflow upwards. The floor
     # keeps 1/temperature finite in float32, as in `Sampler.probs`.
     if isinstance(temperature, torch.Tensor) or temperature != 1:
         divisor = torch.as_tensor(temperature, dtype=torch.float32, device=scores.device)
-        scores = (scores - scores.amax(-1, keepdim=True)).div_(divisor.clamp(min=1e-30))
+        scores = scores - scores.amax(-1, keepdim=True)
+        scores = scores.div_(divisor.clamp(min=1e-30))
     probs = scores.softmax(-1)
     if probs.device.type != "cpu":
         return probs.nan_to_num_(0.0)

@@ -64,7 +64,7 @@ class TorchCandidates:
 
 
 class NativeCandidates(TorchCandidates):
-    """The same by the native kernels."""
+    """What `TorchCandidates` finds, by the native kernels."""
 
     def __init__(self, markov: tuple[torch.Tensor, torch.Tensor], kernels: Kernels) -> None:
         super().__init__(markov)
@@ -74,7 +74,8 @@ class NativeCandidates(TorchCandidates):
         self, logits: torch.Tensor, tokens: torch.Tensor | None, within: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, columns = logits.shape
-        names, kept = torch.empty(columns, dtype=torch.int64), torch.empty(rows * columns)
+        names = torch.empty(columns, dtype=torch.int64)
+        kept = torch.empty(rows * columns)
         count = self._kernels.candidates(
             logits.data_ptr(),
             rows,
@@ -90,9 +91,11 @@ class NativeCandidates(TorchCandidates):
     def follow(self, state: BlockState, nodes: Sequence[tuple[int, int]]) -> torch.Tensor:
         if state.gates is not None:
             return super().follow(state, nodes)
-        scores, tokens = state.scores, state.tokens.data_ptr()
+        scores = state.scores
+        tokens = state.tokens.data_ptr()
         before, after = self.markov
-        rank, count = before.shape[1], scores.shape[1]
+        rank = before.shape[1]
+        count = scores.shape[1]
         logits = torch.empty(len(nodes), count)
         for i, (depth, token) in enumerate(nodes):
             source = scores.data_ptr() + 4 * scores.stride(0) * depth
@@ -103,12 +106,14 @@ class NativeCandidates(TorchCandidates):
 
 
 class BlockState(FeatureState):
-    """What the block drafter keeps of one sequence.
+    """What the block drafter keeps of one sequence, and of the tree that is being proposed.
 
-    `cache`: keys and values of committed tokens before the anchor, and of nothing else. Of the tree
-    that is being grown: `rows` `[drafted, d]`, `scores` `[drafted, s]`: U of `tokens` `[s]`,
-    `confidence`, by depth: its logits, by the rows alone, with a selector `gates` `[drafted, r]`:
-    what W1 is taken times, and where `follow` needs them `after` `[s, r]`: W2 of `tokens`.
+    - `cache`: keys and values of the committed tokens before the anchor, and of nothing else.
+    - `rows`: `[drafted, d]`, the block's rows that draft.
+    - `tokens`: `[s]`, the candidates. `scores`: `[drafted, s]`, U of the candidates.
+    - `confidence`: by depth, the part of its logit that depends on the row alone.
+    - `gates`: with a selector, `[drafted, r]`, the factors of W1.
+    - `after`: where `follow` needs it, `[s, r]`, W2 of the candidates.
     """
 
     def __init__(
@@ -116,7 +121,8 @@ class BlockState(FeatureState):
     ) -> None:
         super().__init__(cache, ids, shortlist)
         self.rows = self.scores = torch.empty(0)
-        self.tokens, self.confidence = torch.empty(0, dtype=torch.int64), list[float]()
+        self.tokens = torch.empty(0, dtype=torch.int64)
+        self.confidence = list[float]()
         self.gates: torch.Tensor | None = None
         self.after: torch.Tensor | None = None
 
@@ -135,15 +141,15 @@ class BlockDrafter(FeatureDrafter):
     """A block drafter: a `BlockNetwork` on the target's hidden states.
 
     The request for a tree's root reads the tokens that were committed since the last tree, whose
-    keys and values stay, and runs the block of the anchor, which is the root. All other requests of
-    the tree are answered without a pass: the distribution after a node depends on its depth and its
-    token. It is over those of the scored tokens whose logit is near the likeliest one's at some
-    depth: at most `within` below it, the Markov head, a selector and a softcap left out. Nodes as
-    deep as the block is long get zeros: nothing is proposed there.
+    keys and values stay. Then it runs the block of the anchor, which is the root. All other
+    requests of the tree are answered without a pass: the distribution after a node depends on its
+    depth and its token. It is over the candidates: the scored tokens whose logit is at most
+    `within` below the largest logit at some depth. That is decided without the Markov head, a
+    selector and a softcap. Nodes as deep as the block is long get zeros: nothing is proposed there.
 
     The drafter takes the network over, and makes `model` return the hidden states that it reads
-    (`Model.set_aux_layers`). `native`: let the native kernels run the network where they can.
-    `weights`: the format that they keep its weights in; None: 8 bits.
+    (`Model.set_aux_layers`). `kernels`: run the network if they can; None: PyTorch does. `weights`:
+    the format that the kernels keep its weights in; None: 8 bits.
     """
 
     kind = BlockState
@@ -153,15 +159,18 @@ class BlockDrafter(FeatureDrafter):
         self,
         network: BlockNetwork,
         model: Model,
+        kernels: Kernels | None,
         *,
-        native: bool = True,
         weights: str | None = None,
         within: float = WITHIN,
     ) -> None:
         self.network = network.to(model.device, model.dtype).eval().requires_grad_(False)
-        self.vocab_size, self.device = model.vocab_size, model.device
-        self.tokens, size = network.tokens, network.config.hidden_size
-        self.head_size, self.within = None if self.tokens is not None else size, within
+        self.vocab_size = model.vocab_size
+        self.device = model.device
+        self.tokens = network.tokens
+        size = network.config.hidden_size
+        self.head_size = None if self.tokens is not None else size
+        self.within = within
         model.set_aux_layers(network.config.aux_layers)
         # the confidence's weights of rows, and what it adds for each token before
         self._confidence: tuple[torch.Tensor, Sequence[float]] | None = None
@@ -169,7 +178,7 @@ class BlockDrafter(FeatureDrafter):
             weight, bias = (tensor.float() for tensor in network.confidence_weights())
             of_tokens = torch.mv(network.markov()[0].float(), weight[size:]) + bias
             self._confidence = weight[:size], array("f", of_tokens.tolist())
-        self.passes = passes_of(network, model, native, weights)
+        self.passes = passes_of(network, model, kernels, weights)
         self.pool = self.passes.pool
         self.candidates = TorchCandidates(network.markov())
         if isinstance(self.passes, NativePasses):
@@ -192,7 +201,7 @@ class BlockDrafter(FeatureDrafter):
         for chunk in in_chunks(states, BlockState.readable):
             hidden = torch.cat([state.unread.first(count) for state, count in chunk])
             # a row depends on its hidden state alone, whatever its token
-            batch = Batch([Chain(state.cache, [0] * count, 0) for state, count in chunk])
+            batch = Batch([Chain(state.cache, [0] * count, wanted=0) for state, count in chunk])
             self.passes.write_keys(batch, hidden, fuse=True)
             for state, count in chunk:
                 state.unread.drop(count)
@@ -217,7 +226,8 @@ class BlockDrafter(FeatureDrafter):
             :, config.block_size - config.drafted :
         ]
         for request, block in zip(requests, blocks, strict=True):
-            request.state.tree, request.state.rows = request.tree, block
+            request.state.tree = request.tree
+            request.state.rows = block
         self._score(states)
 
     def _score(self, states: Sequence[BlockState]) -> None:
@@ -227,9 +237,12 @@ class BlockDrafter(FeatureDrafter):
         for state in states:
             clusters.append(None if state.shortlist is None else state.shortlist.shared.none)
         for scored in score(states, [state.rows for state in states], clusters, self.passes):
-            state, tokens, logits = states[scored.number], scored.tokens, scored.logits.float()
+            state = states[scored.number]
+            tokens = scored.tokens
+            logits = scored.logits.float()
             if tokens is None:  # the whole head, which may be padded
-                logits, tokens = logits[:, : self.vocab_size], self.tokens
+                logits = logits[:, : self.vocab_size]
+                tokens = self.tokens
             within = self.within / config.output_multiplier
             scores, state.tokens = self.candidates.likely(logits, tokens, within)
             if config.output_multiplier != 1:
@@ -240,23 +253,28 @@ class BlockDrafter(FeatureDrafter):
                 top = scores.topk(min(config.top_k, scores.shape[-1]), -1).values
                 scores = scores.masked_fill(scores < top[:, -1:], -math.inf)
                 state.gates = self.network.gates(state.rows)
-            state.scores, state.after = scores, None
+            state.scores = scores
+            state.after = None
             if self._confidence is not None:
                 state.confidence = (state.rows.float() @ self._confidence[0]).tolist()
 
     def _probs(self, request: DraftRequest) -> DraftProbs:
-        state, tree, nodes = request.state, request.tree, request.nodes
+        state = request.state
+        tree = request.tree
+        nodes = request.nodes
         if tree is not state.tree:
             raise ValueError("a new tree: ask for its root first")
         deepest = len(state.scores) - 1
         followed = [(min(tree.depth[node], deepest), tree.token[node]) for node in nodes]
         logits = self.candidates.follow(state, followed)
-        probs, confidence = probs_of(logits, request.context.draft_temperature), list[float]()
+        probs = probs_of(logits, request.context.draft_temperature)
+        confidence = list[float]()
         for i, node in enumerate(nodes):
             if tree.depth[node] > deepest:
                 probs[i] = 0
         if self._confidence is not None:
-            by_depth, by_token = state.confidence, self._confidence[1]
+            by_depth = state.confidence
+            by_token = self._confidence[1]
             summed = [by_depth[depth] + by_token[token] for depth, token in followed]
             confidence = [0.5 + 0.5 * math.tanh(0.5 * logit) for logit in summed]
         return DraftProbs(probs, state.tokens, self.vocab_size, confidence=confidence)

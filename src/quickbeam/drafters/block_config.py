@@ -143,7 +143,8 @@ class BlockConfig:
 
     def _refuse_mixtures(self) -> None:
         """Raise `InvalidInput` for parts that no known drafter has together."""
-        size, group = self.hidden_size, self.conv_group
+        size = self.hidden_size
+        group = self.conv_group
         if self.conv_taps and (not group or size % group):
             raise InvalidInput(
                 f"its config says conv_group_size: {group}; must divide the width, {size}"

@@ -38,7 +38,7 @@ from quickbeam.drafters.layouts import (
 from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
-from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.weights.checkpoint import read_json
 from quickbeam.models.weights.gguf.file import GgufFile, widened
 from quickbeam.models.weights.gguf.metadata import Metadata, rope_of
@@ -49,17 +49,19 @@ MASK = "mask_embedding.pt"  # beside the weights, where the target's row is not 
 UNREAD = ("token_embd.weight", "output.weight")  # taken for copies of the target's
 
 
-def load_block(path: Path, target: TargetParts) -> BlockNetwork:
+def load_block(path: Path, target: TargetParts, kernels: Kernels | None = None) -> BlockNetwork:
     """Load the block drafter in a folder or `.gguf` file for a target.
 
-    A folder's layout is one of `layouts.py`; a file's is llama.cpp's. Raises `InvalidInput` for
-    another target's drafter, and for tensors that don't fit the network.
+    A folder's layout is one of `layouts.py`. A file's layout is llama.cpp's; `kernels` widen its
+    blocks if there are any. Raises `InvalidInput` for another target's drafter, and for tensors
+    that don't fit the network.
     """
     with named_errors(path):
         if path.suffix == ".gguf":
-            record, stored = _read_gguf(path)
+            record, stored = _read_gguf(path, kernels)
         else:
-            record, stored = read_json(path / "config.json"), read_tensors(path)
+            record = read_json(path / "config.json")
+            stored = read_tensors(path)
             if (path / MASK).is_file():
                 record["own_mask_embedding"] = True
                 stored["mask_embedding"] = _mask_embedding(path / MASK)
@@ -107,9 +109,9 @@ def _renamed(
 ) -> dict[str, torch.Tensor]:
     """Return a checkpoint's tensors as the network has them.
 
-    Codebooks may be parameters without a module, and a confidence may be by the row alone. Where
-    dimensions 2i and 2i + 1 of a head are a pair (LiquidAI's), they are put in the rows i and i +
-    half of queries and keys, which changes no product of the two.
+    Codebooks may be parameters without a module, and a confidence may depend on the row alone.
+    Where dimensions 2i and 2i + 1 of a head are rotated as a pair (LiquidAI's), they are put in the
+    rows i and i + half of queries and keys. This changes no product of a query and a key.
     """
     renamed = dict[str, torch.Tensor]()
     for name, tensor in tensors.items():
@@ -134,7 +136,7 @@ def _renamed(
 # --- llama.cpp's files ---
 
 
-def _read_gguf(path: Path) -> tuple[Fields, dict[str, torch.Tensor]]:
+def _read_gguf(path: Path, kernels: Kernels | None) -> tuple[Fields, dict[str, torch.Tensor]]:
     """Return a configuration's fields, and tensors by the network's names.
 
     Raises `InvalidInput`, and `NotDescribed` for metadata that is not known.
@@ -177,12 +179,12 @@ def _read_gguf(path: Path) -> tuple[Fields, dict[str, torch.Tensor]]:
     if metadata.has("d2t"):
         raise InvalidInput("its head is of a part of the vocabulary (d2t): take the folder instead")
     metadata.refuse_unknown()
-    return fields, _tensors_of(file)
+    return fields, _tensors_of(file, kernels)
 
 
-def _tensors_of(file: GgufFile) -> dict[str, torch.Tensor]:
+def _tensors_of(file: GgufFile, kernels: Kernels | None) -> dict[str, torch.Tensor]:
     """Return a file's tensors in bfloat16, by the network's names."""
-    kernels, tensors = library.kernels(), dict[str, torch.Tensor]()
+    tensors = dict[str, torch.Tensor]()
     for stored in file.tensors.keys() - {*UNREAD}:
         name = _network_name(stored)
         if name in tensors:

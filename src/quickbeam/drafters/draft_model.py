@@ -34,7 +34,8 @@ class LMState(DrafterState):
 
     @property
     def waiting(self) -> int:
-        return max(0, len(self.ids) - 1 - self.cache.length - len(self.accepted()))
+        computed = self.cache.length + len(self.accepted())
+        return max(0, len(self.ids) - 1 - computed)
 
     def accepted(self) -> list[int]:
         """Return the rows of the last shadow that were run and accepted, its first row first."""
@@ -90,9 +91,11 @@ class LMDrafter(Drafter):
     pool: Pool
 
     def __init__(self, model: Model, vocab_size: int) -> None:
-        self.model, self.pool = model, model.pool
+        self.model = model
+        self.pool = model.pool
         self.context_length = model.context_length
-        self._vocab_size, self._shared = vocab_size, min(model.vocab_size, vocab_size)
+        self._vocab_size = vocab_size
+        self._shared = min(model.vocab_size, vocab_size)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
         return LMState(self.model, ids)
@@ -125,12 +128,15 @@ class LMDrafter(Drafter):
             shadow.run = len(shadow.rows)
             logits = results.logits[-len(request.nodes) :, : self._shared]
             probs = probs_of(logits, request.context.draft_temperature)
-            answers.append(DraftProbs(F.pad(probs, (0, self._vocab_size - self._shared))))
+            padded = F.pad(probs, (0, self._vocab_size - self._shared))
+            answers.append(DraftProbs(padded))
         return answers
 
     def _shadow_of(self, request: DraftRequest) -> ShadowTree:
         """Return the shadow of a request's tree, with the requested nodes."""
-        state, tree, nodes = request.state, request.tree, request.nodes
+        state = request.state
+        tree = request.tree
+        nodes = request.nodes
         if nodes[0] == 0:
             self._catch_up(state)
             state.shadow = ShadowTree(tree, state.ids[state.cache.length :], self.name)
@@ -154,7 +160,8 @@ class LMDrafter(Drafter):
         while state.cache.length < last:
             begin = state.cache.length
             end = min(last, (begin // self.model.chunk + 1) * self.model.chunk)
-            self.model.forward(Batch([Chain(state.cache, state.ids[begin:end], wanted=0)]))
+            text = Chain(state.cache, state.ids[begin:end], wanted=0)
+            self.model.forward(Batch([text]))
             state.cache.commit(range(end - begin))
 
 

@@ -1,7 +1,7 @@
 """The EAGLE drafter at work: it gives distributions after the nodes of draft trees.
 
-It computes them from the target's hidden states with the network of `eagle_model.py`, or an MTP
-head's (`mtp.py`).
+The network of `eagle_model.py`, or that of an MTP head (`mtp.py`), computes them from the target's
+hidden states.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from quickbeam.drafters.shadow import ShadowTree
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Batch, Chain, Model, Part, inference
 from quickbeam.models.cache.kv import SequenceCache
+from quickbeam.models.native.library import Kernels
 
 
 class EagleState(FeatureState):
@@ -35,9 +36,10 @@ class EagleState(FeatureState):
     proposed. Row j stands for the first j + 2 of `ids` (see `eagle_model.py`).
 
     - `shadow`: the requested nodes. The root's row is committed once its tree is over.
-    - `out`, `feature`: `[k, d]`, of the shadow's rows that were run. Without a shadow, the root's
-      if that was run.
-    - `clusters`, `root_clusters`: those that the last call scored, and those of the root.
+    - `out`, `feature`: `[k, d]`, the outputs of the shadow's rows that were run, and what the head
+      reads of them. Without a shadow, those of the root if its row was run.
+    - `clusters`, `root_clusters`: the clusters that the last call scored, and those that the root's
+      call scored.
     """
 
     def __init__(
@@ -94,12 +96,14 @@ class EagleDrafter(FeatureDrafter):
     request adds one row for each node, which attends to the rows of the node's ancestors.
 
     - `passes`: run the layer.
-    - `aux_layers`: after which layers of the `model` its hidden states are read
+    - `aux_layers`: the layers of the `model` after which its hidden states are read
       (`Model.set_aux_layers`).
-    - `norm_output`, `norm_feature`: whether the output that stands in for the next hidden state,
-      and what the head reads, are taken behind the stack's norm.
-    - `head_size`: how wide what the target's head reads is; None for a head of its own, whose
-      columns are of `tokens`. `routes`: whether a router can choose what is scored.
+    - `norm_output`: whether the output that stands in for the next hidden state is taken after the
+      stack's norm.
+    - `norm_feature`: whether what the head reads is taken after that norm.
+    - `head_size`: the width of what the target's head reads; None for a head of its own.
+    - `tokens`: the tokens of the columns of a head of its own.
+    - `routes`: whether a router can choose what is scored.
     """
 
     kind = EagleState
@@ -116,10 +120,14 @@ class EagleDrafter(FeatureDrafter):
         tokens: torch.Tensor | None = None,
         routes: bool = True,
     ) -> None:
-        self.passes, self.pool = passes, passes.pool
-        self.vocab_size, self.head_size = model.vocab_size, head_size
-        self.tokens, self.routes = tokens, routes
-        self._norm_output, self._norm_feature = norm_output, norm_feature
+        self.passes = passes
+        self.pool = passes.pool
+        self.vocab_size = model.vocab_size
+        self.head_size = head_size
+        self.tokens = tokens
+        self.routes = routes
+        self._norm_output = norm_output
+        self._norm_feature = norm_feature
         model.set_aux_layers(aux_layers)
 
     @inference
@@ -142,9 +150,11 @@ class EagleDrafter(FeatureDrafter):
         states = [request.state for request in firsts]
         self._read([state for state in states if state.waiting], early=False)
         for request in firsts:
-            state, tree = request.state, request.tree
+            state = request.state
+            tree = request.tree
             state.shadow = ShadowTree(tree, tree.token[:1], self.name, run=1)
-            state.out, state.feature = state.out[:1], state.feature[:1]
+            state.out = state.out[:1]
+            state.feature = state.feature[:1]
         inputs = [self._below(request) for request in requests if list(request.nodes) != [0]]
         for (state, part, _), out, feature in self._run(inputs):
             state.out = torch.cat([state.out, out])
@@ -157,8 +167,8 @@ class EagleDrafter(FeatureDrafter):
         """Compute rows of the committed tokens that have hidden states.
 
         A row needs the hidden state of a token and the id of the token after it. The last row of
-        each state stands for the root, whose distribution is computed. `early`: called before a
-        tree is requested, so that row is left out.
+        each state stands for the root, whose distribution is computed. `early`: the call comes
+        before a tree is requested, so the root's row is left out.
         """
         for chunk in in_chunks(states, lambda state: state.readable(early)):
             inputs = list[EagleInput]()
@@ -171,11 +181,14 @@ class EagleDrafter(FeatureDrafter):
                 state.unread.drop(part.rows)
                 state.cache.commit(range(part.rows - part.wanted))
                 if part.wanted:
-                    state.out, state.feature = out[-1:], feature[-1:]
+                    state.out = out[-1:]
+                    state.feature = feature[-1:]
 
     def _below(self, request: DraftRequest) -> EagleInput:
         """Return a request's part of a pass: the rows of its nodes, which read their parents'."""
-        state, tree, nodes = request.state, request.tree, request.nodes
+        state = request.state
+        tree = request.tree
+        nodes = request.nodes
         shadow = state.shadow
         if shadow is None or tree is not shadow.tree or nodes[0] == 0:
             raise ValueError("a new tree: ask for its root first, and alone")
@@ -188,7 +201,8 @@ class EagleDrafter(FeatureDrafter):
     ) -> list[tuple[EagleInput, torch.Tensor, torch.Tensor]]:
         """Run the inputs. Returns each with its outputs and the features that the head reads.
 
-        Both are empty where no row is wanted. `fuse`: the inputs' hidden states are the target's.
+        Outputs and features are empty where no row is wanted. `fuse`: whether the inputs' hidden
+        states are the target's.
         """
         groups: dict[Shortlist | None, list[EagleInput]] = {}  # of one router: one pass
         for rows in inputs:
@@ -215,7 +229,7 @@ class EagleDrafter(FeatureDrafter):
     def _choose_clusters(
         self, shared: Shortlist, group: Sequence[EagleInput], scores: torch.Tensor | None
     ) -> None:
-        """Choose the clusters of each input's wanted rows, by a router's scores of all of these."""
+        """Choose the clusters of each input by the router's scores of its wanted rows."""
         first = 0
         for state, part, _ in group:
             last = first + part.wanted
@@ -243,17 +257,18 @@ class EagleDrafter(FeatureDrafter):
 
 
 def eagle_drafter(
-    network: EagleHead, model: Model, *, native: bool = True, weights: str | None = None
+    network: EagleHead, model: Model, kernels: Kernels | None, weights: str | None = None
 ) -> EagleDrafter:
     """Take a network over as a drafter of `model`.
 
-    `native`: let the native kernels run it where they can. `weights`: their format; None: 8 bits.
+    `kernels`: run the network if they can; None: PyTorch does. `weights`: their format; None: 8
+    bits.
     """
     config = network.config
     network = network.to(model.device, model.dtype).eval().requires_grad_(False)
     tokens: Any = network.tokens if config.own_head else None
     return EagleDrafter(
-        passes_of(network, model, native, weights),
+        passes_of(network, model, kernels, weights),
         model,
         config.layers,
         norm_output=config.norm_output,

@@ -65,7 +65,8 @@ def load_eagle(folder: Path, target: TargetParts) -> EagleHead:
         else:
             fields = layout.fields(fields)
             config = _config(fields, state, layout.modules, target)
-            parts, ignored = _parts(config, layout.modules), set(IGNORED)
+            parts = _parts(config, layout.modules)
+            ignored = set(IGNORED)
             if config.own_embedding:
                 ignored.remove("embed_tokens.weight")
             if config.join == "input":  # EAGLE and EAGLE-2 use the target's head
@@ -102,10 +103,12 @@ def _config(
     `modules`: the stored names of the network's modules.
     """
     layer = layer_fields(fields)
-    size, activation = layer["hidden_size"], fields.get("hidden_act") or "silu"
+    size = layer["hidden_size"]
+    activation = fields.get("hidden_act") or "silu"
     vocab = int(fields.get("vocab_size") or target.vocab)
     wide = f"{modules['hidden_norm']}.weight" in state
-    embedding, same_size = state.get("embed_tokens.weight"), size == target.size
+    embedding = state.get("embed_tokens.weight")
+    same_size = size == target.size
     own_embedding = embedding is not None and (not same_size or _differs(embedding, target))
     embedded = len(embedding) if own_embedding and embedding is not None else target.vocab
     lm_head = state.get("lm_head.weight") if wide else None
@@ -158,8 +161,11 @@ def _parts(config: EagleConfig, modules: Mapping[str, str]) -> Parts:
 
     `modules`: the stored names.
     """
-    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    attention, mlp, norms = modules["attention"], modules["mlp"], modules["feature_norms"]
+    query = config.heads * config.head_dim
+    key = config.kv_heads * config.head_dim
+    attention = modules["attention"]
+    mlp = modules["mlp"]
+    norms = modules["feature_norms"]
     parts: dict[str, Sequence[tuple[str, int | None]]] = {
         name: [(stored, None)] for name, stored in modules.items()
     }

@@ -1,4 +1,4 @@
-"""What drafters share that read the target's hidden states: EAGLE's and block drafters."""
+"""What EAGLE's drafters and block drafters share: they read the target's hidden states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quickbeam.drafters.base import Drafter, DrafterState, DraftRequest, HeadUse
+from quickbeam.drafters.base import Context, Drafter, DrafterState, DraftRequest, HeadUse
 from quickbeam.drafters.largest import largest
 from quickbeam.drafters.passes import NativePasses, TorchPasses
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
@@ -25,7 +25,7 @@ MAX_SEPARATE = 2  # the most sequences of a call that each have their context's 
 
 
 class HiddenQueue:
-    """A queue of hidden states of committed tokens that were not read, one row a token."""
+    """Hidden states of committed tokens that the drafter has not read, one row a token."""
 
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []
@@ -41,7 +41,8 @@ class HiddenQueue:
 
     def reset(self, parts: Sequence[torch.Tensor] = ()) -> None:
         """Forget all rows and take these."""
-        self._parts, self._count = list(parts), sum(map(len, parts))
+        self._parts = list(parts)
+        self._count = sum(map(len, parts))
 
     def first(self, count: int) -> torch.Tensor:
         if len(self._parts) > 1:
@@ -54,11 +55,13 @@ class HiddenQueue:
 
 
 class FeatureState(DrafterState):
-    """What such a drafter keeps of one sequence.
+    """What a feature or block drafter keeps of one sequence.
 
-    - `cache`: keys and values of committed tokens. `unread`: hidden states of the others.
-    - `shortlist`: what its head may score, or None. `scorer`: what it scores for this tree, the
-      same or its frequent tokens alone. `used`: how the head was used.
+    - `cache`: keys and values of committed tokens.
+    - `unread`: hidden states of the other committed tokens.
+    - `shortlist`: what the head may score, or None for all tokens.
+    - `scorer`: what the head scores for this tree: the shortlist, or its frequent tokens alone.
+    - `used`: how the head was used.
     - `tree`: the tree that is being proposed.
     """
 
@@ -67,7 +70,8 @@ class FeatureState(DrafterState):
     def __init__(
         self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None
     ) -> None:
-        self.cache, self.ids = cache, list(ids)
+        self.cache = cache
+        self.ids = list(ids)
         self.unread = HiddenQueue()
         self.shortlist = self.scorer = shortlist
         self.used = HeadUse()
@@ -86,11 +90,12 @@ class FeatureState(DrafterState):
         self.ids.extend(tokens)
         self._unseen.extend(tokens)
 
-    def offer(self, logits: torch.Tensor) -> None:
-        """Let the shortlist read new tokens, and those that the last `logits` `[vocab]` favour."""
+    def offer(self, context: Context) -> None:
+        """Let the shortlist read new tokens, and those that the context's last logits favour."""
         if self.shortlist is not None:
             began = perf_counter()
-            self.shortlist.extend([*self._unseen, *largest(logits[None], OFFERED)[0][0]])
+            ((favoured, _),) = largest(context.logits[None], OFFERED, kernels=context.kernels)
+            self.shortlist.extend([*self._unseen, *favoured])
             self.used.seconds += perf_counter() - began
         self._unseen.clear()
 
@@ -120,7 +125,7 @@ class FeatureState(DrafterState):
 
 
 class FeatureDrafter(Drafter):
-    """What such drafters share. `kind`: the class of their states."""
+    """A drafter that reads the target's hidden states. `kind`: the class of its states."""
 
     needs_hidden = True
     pool: Pool
@@ -144,12 +149,14 @@ class FeatureDrafter(Drafter):
 def in_chunks(
     states: Sequence[Any], readable: Callable[[Any], int]
 ) -> Iterator[list[tuple[Any, int]]]:
-    """Yield states and how many of their rows a pass reads, together at most `CHUNK`.
+    """Yield states and how many of their rows one pass reads, at most `CHUNK` together.
 
-    `readable`: how many rows a state has left. The caller commits them before the next pass.
+    `readable`: returns how many rows of a state are left. The caller commits the rows before the
+    next pass.
     """
     while left := [state for state in states if readable(state) > 0]:
-        chunk, capacity = list[tuple[Any, int]](), CHUNK
+        chunk = list[tuple[Any, int]]()
+        capacity = CHUNK
         for state in left:
             count = min(readable(state), CHUNK)
             if chunk and count > capacity:
@@ -160,10 +167,11 @@ def in_chunks(
 
 
 class ScoredRows(NamedTuple):
-    """What the head gives of a state's rows.
+    """The logits of one state's rows.
 
-    `number`: of the state, as `score` was given them. `logits`: `[n, s]`. `tokens`: of the columns,
-    `[s]`, or None where all of the head was scored.
+    - `number`: the state's index in the arguments of `score`.
+    - `logits`: `[n, s]`.
+    - `tokens`: `[s]`, the token of each column; None where all of the head was scored.
     """
 
     number: int
@@ -179,9 +187,10 @@ def score(
 ) -> Iterator[ScoredRows]:
     """Yield the logits of all states' `features` `[n, d]`, in any order.
 
-    One product of the whole head of `passes` serves all sequences without a shortlist, and one of
-    the frequent tokens those that `choose_scorers` put together. The others take a product each, of
-    their context's tokens and of their `clusters` too.
+    The sequences without a shortlist share one product, with the whole head of `passes`. The
+    sequences whose frequent tokens `choose_scorers` put together share another one. Each other
+    sequence takes a product of its own: with the frequent tokens, its context's tokens and its
+    `clusters`.
     """
     groups: dict[ShortlistState | None, list[int]] = {}
     for number, state in enumerate(states):
@@ -190,10 +199,12 @@ def score(
         began = perf_counter()
         feature = torch.cat([features[number] for number in group])
         if scorer is None:
-            logits, tokens = passes.logits(feature), None
+            logits = passes.logits(feature)
+            tokens = None
             count = logits.shape[-1]
         else:
-            scored_before, first_clusters = scorer.scored, clusters[group[0]]
+            scored_before = scorer.scored
+            first_clusters = clusters[group[0]]
             assert first_clusters is not None
             logits, tokens = scorer.score(feature, first_clusters)
             count = scorer.scored - scored_before
@@ -208,12 +219,12 @@ def score(
 
 
 def choose_scorers(requests: Sequence[DraftRequest]) -> None:
-    """Choose what is scored for the trees whose roots are requested, to their ends.
+    """Choose what is scored for the trees whose roots are requested, until these trees are over.
 
-    Sequences that share a shortlist without a router have its frequent tokens scored in one
-    product, if they are more than `MAX_SEPARATE`: the tokens of each one's context would take a
-    product of its own, which costs more than they bring. Where children are drawn, the answer
-    depends on what is scored. So those sequences score what they do alone.
+    If more than `MAX_SEPARATE` sequences share a shortlist without a router, one product scores its
+    frequent tokens for all of them. Their contexts' tokens are left out: these would take a product
+    for each sequence, which costs more than they bring. Where children are drawn, the answer
+    depends on what is scored. So those sequences score what they would score alone.
     """
 
     def common(request: DraftRequest) -> ShortlistState | None:
@@ -222,9 +233,10 @@ def choose_scorers(requests: Sequence[DraftRequest]) -> None:
 
     counts = Counter(map(common, requests))
     for request in requests:
-        state, shared = request.state, common(request)
+        state = request.state
+        shared = common(request)
         if shared is not None and counts[shared] > MAX_SEPARATE:
             state.scorer = shared
         else:
             state.scorer = state.shortlist
-            state.offer(request.context.logits)
+            state.offer(request.context)

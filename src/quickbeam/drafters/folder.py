@@ -66,7 +66,7 @@ def embed_scale(embedding: nn.Module) -> float:
 
 
 def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a configuration says of a Llama-like layer, by field of the drafter's own."""
+    """Return what a configuration says of a Llama-like layer, by the drafter's names of fields."""
     present = {name: value for name, value in fields.items() if value is not None}
     present.setdefault("num_key_value_heads", present["num_attention_heads"])
     present.setdefault("head_dim", present["hidden_size"] // present["num_attention_heads"])
@@ -96,12 +96,14 @@ def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layer_windows(fields: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer by `layer_types`, None for none.
+    """Return the window of each layer by `layer_types`, None for a layer without one.
 
-    Without windows, returns nothing. Raises `InvalidInput` where the fields contradict one another.
+    Returns nothing where no layer has a window. Raises `InvalidInput` where the fields contradict
+    one another.
     """
     kinds = list(fields.get("layer_types") or ())
-    size, used = fields.get("sliding_window"), fields.get("use_sliding_window")
+    size = fields.get("sliding_window")
+    used = fields.get("use_sliding_window")
     if WINDOWED not in kinds and (kinds or not used):
         return ()
     has_size = type(size) is int and size > 0 and used is not False
@@ -114,7 +116,7 @@ def layer_windows(fields: Mapping[str, Any], layers: int) -> tuple[int | None, .
 
 
 def rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_parameters`, of which `fields` may have older names."""
+    """Return the field `rope_parameters`, for which `fields` may have older names."""
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     rope.setdefault("rope_theta", fields.get("rope_theta") or 10000.0)
     original = rope.get("original_max_position_embeddings")
@@ -184,7 +186,7 @@ def write_folder(
 
 @contextmanager
 def named_errors(folder: Path) -> Iterator[None]:
-    """Raise `InvalidInput`, naming the folder, for all that its configuration leads to."""
+    """Raise what a configuration leads to as `InvalidInput` that names the folder."""
     try:
         yield
     except InvalidInput as error:
@@ -221,7 +223,8 @@ def assemble(
     def is_ignored(name: str) -> bool:
         return name in ignored or name.startswith(beginnings)
 
-    shapes, made_of = dict[str, list[int]](), dict[str, list[str]]()
+    shapes = dict[str, list[int]]()
+    made_of = dict[str, list[str]]()
     for name, tensor in network.state_dict().items():
         if is_ignored(name):
             continue
@@ -248,7 +251,8 @@ def check_tensors(state: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequen
     """Raise `InvalidInput` naming tensors that are missing or have other shapes than these."""
     mismatched = list[tuple[str, list[int], list[int]]]()
     for name in state.keys() & shapes:
-        shape, expected = list(state[name].shape), list(shapes[name])
+        shape = list(state[name].shape)
+        expected = list(shapes[name])
         if shape != expected:
             mismatched.append((name, shape, expected))
     refuse_incomplete(shapes.keys() - state.keys(), mismatched)

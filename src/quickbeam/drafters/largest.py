@@ -8,7 +8,7 @@ from ctypes import c_float, c_int64
 
 import torch
 
-from quickbeam.models.native.library import cached_kernels
+from quickbeam.models.native.library import Kernels
 from quickbeam.noise import Row
 
 
@@ -17,6 +17,7 @@ def largest(
     count: int,
     floors: Sequence[float] | None = None,
     tokens: torch.Tensor | None = None,
+    kernels: Kernels | None = None,
 ) -> list[Row]:
     """Return the tokens of the `count` largest numbers of each row `[m, s]`, and these numbers.
 
@@ -24,11 +25,11 @@ def largest(
     count, rounded to float32; -inf by default. `tokens`: the token of each column `[s]` int64; None
     means that column i is token i.
 
-    float32 on a CPU is read by the native kernels, where they run; of equal numbers the first.
+    float32 on a CPU is read by the native `kernels`, if there are any; of equal numbers the first
+    comes first.
     """
     count = min(count, rows.shape[-1])
     floors = floors or [-math.inf] * len(rows)
-    kernels = cached_kernels()
     if kernels is None or rows.device.type != "cpu" or rows.dtype is not torch.float32:
         return largest_plain(rows, count, floors, tokens)
     rows = rows.contiguous()
@@ -36,8 +37,10 @@ def largest(
     if tokens is not None:
         tokens = tokens.contiguous()
         names = tokens.data_ptr()
-    address, size = rows.data_ptr(), rows.shape[1]
-    best, values = (c_int64 * count)(), (c_float * count)()
+    address = rows.data_ptr()
+    size = rows.shape[1]
+    best = (c_int64 * count)()
+    values = (c_float * count)()
     ranked = list[Row]()
     for floor in floors:
         kept = kernels.ranked(address, size, names, count, floor, best, values)
@@ -50,7 +53,8 @@ def largest_plain(
     rows: torch.Tensor, count: int, floors: Sequence[float], tokens: torch.Tensor | None = None
 ) -> list[Row]:
     """Return what `largest` does, by PyTorch's operators: the reference."""
-    top = rows.float().nan_to_num(-math.inf, posinf=math.inf, neginf=-math.inf).topk(count)
+    numbers = rows.float().nan_to_num(-math.inf, posinf=math.inf, neginf=-math.inf)
+    top = numbers.topk(count)
     names = top.indices if tokens is None else tokens[top.indices]
     ranked = list[Row]()
     for row, values, floor in zip(names.tolist(), top.values.tolist(), floors, strict=True):

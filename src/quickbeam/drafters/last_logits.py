@@ -6,6 +6,7 @@ import torch
 
 from quickbeam.drafters.base import Context, Source
 from quickbeam.drafters.largest import largest
+from quickbeam.noise import NoisePosition
 
 
 class LastLogits(Source):
@@ -26,13 +27,14 @@ class LastLogits(Source):
         k = min(k, context.logits.shape[-1])
         if k < 1:
             return []
-        root, logits = context.ids[-1], context.logits
+        root = context.ids[-1]
+        logits = context.logits
         if context.grammar is not None:
             logits = context.grammar.ban(logits.to(torch.float32, copy=True))
         if context.noise is None:
-            ((tokens, _),) = largest(logits[None], k)
+            ((tokens, _),) = largest(logits[None], k, kernels=context.kernels)
         else:  # the guessed position has its own noise, as those of a drafter's children do
             rows = logits.float().softmax(-1)[None].cpu()
-            position = len(context.ids), 0.0, 0.0
+            position = NoisePosition(len(context.ids))
             ((tokens, _),) = context.noise.perturb(rows, None, [position], context.temperature, k)
         return [(rank, token) for rank, token in enumerate(tokens) if token != root]

@@ -1,7 +1,7 @@
 """The published layouts of drafters: who publishes each, how to recognise it, and its names.
 
-MTP heads lie in a model's own checkpoint. Their layouts are in `quickbeam/mtp.py`, since models
-have to know which tensors are not theirs.
+MTP heads lie in a model's own checkpoint. Their layouts are in `hub/mtp.py`, since models have to
+know which tensors belong to a head.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ DERIVED = ("d2t", "t2d", "rotary_emb.", "verifier_lm_head.", "verifier_norm.")
 class Layout:
     """How one publisher stores a kind of drafter.
 
-    - `publisher`: as messages name it. `kind`: of the drafter.
+    - `publisher`: the publisher's name in messages. `kind`: the kind of the drafter.
     - `recognises`: whether a `config.json` may be of this layout. `tensors`: names of tensors that
       the folder then has.
     - `fields`: returns a configuration's fields by the names that `EagleConfig` and `BlockConfig`
       read.
-    - `modules`: of EAGLE, the stored name of each of the network's modules. `renamed`: of block
-      drafters, beginnings of stored names and what the network calls them.
+    - `modules`: of EAGLE, the stored name of each of the network's modules.
+    - `renamed`: of block drafters, what the network calls names that begin so.
     """
 
     publisher: str
@@ -55,7 +55,10 @@ class Layout:
 
 
 def _eagle_modules(layer: str, fc: str) -> dict[str, str]:
-    """Return the stored names of a network's modules. `layer`, `fc`: those of two of them."""
+    """Return the stored name of each of a network's modules.
+
+    `layer`, `fc`: the stored names of the layer and of the product that joins its inputs.
+    """
     return {
         "fc": fc,
         "fused_norm": "input_norm",
@@ -102,7 +105,7 @@ def _eagle(publisher: str, layer: str, fc: str = "fc") -> Layout:
 def _flat(record: Fields) -> Fields:
     """Return a configuration's fields with those of its parts.
 
-    The anchor's row drafts a token in DSpark's drafters, and none in DFlash's.
+    The anchor's row drafts a token in DSpark's drafters, and none in DFlash's drafters.
     """
     layer = record.get("transformer_layer_config") or {}
     nested = record.get("dflash_config") or {}
@@ -116,7 +119,10 @@ def _flat(record: Fields) -> Fields:
 
 
 def _speculators_block(record: Fields) -> Fields:
-    """Ids of hidden states count the layers before them; layers with a window may be causal."""
+    """Return the fields of a block drafter of speculators.
+
+    Its ids of hidden states count the layers before them. Layers with a window may be causal.
+    """
     fields = _flat(record)
     aux_layers: Any = fields.get("aux_hidden_state_layer_ids")
     if isinstance(aux_layers, list) and all(type(layer) is int for layer in aux_layers):
@@ -129,9 +135,10 @@ def _speculators_block(record: Fields) -> Fields:
 
 
 def _muse(record: Fields) -> Fields:
-    """It is a DFlash whose rows see as far as the window on both sides, the end included.
+    """Return the fields of Muse Glimmer's assistant.
 
-    (`sliding_window_bidirectional_overlay` in transformers)
+    It is a DFlash whose rows see as far as the window on both sides, the end included
+    (`sliding_window_bidirectional_overlay` in transformers).
     """
     fields = _flat(record)
     fields["sliding_window"] = whole(fields, "sliding_window", 1, None) + 1
@@ -142,7 +149,10 @@ def _muse(record: Fields) -> Fields:
 
 
 def _gemma_dspark(record: Fields) -> Fields:
-    """Layers are those that Gemma 4 has without a window, and embeddings are scaled as there."""
+    """Return the fields of a DSpark for Gemma 4.
+
+    Its layers are Gemma 4's layers without a window, and embeddings are scaled as in Gemma 4.
+    """
     fields = _flat(record)
     keys_only = bool(fields.get("attention_k_eq_v"))
     kv_heads = "num_global_key_value_heads" if keys_only else "num_key_value_heads"

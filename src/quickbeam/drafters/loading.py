@@ -24,6 +24,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.hub.mtp import MTP
 from quickbeam.models import builtin
 from quickbeam.models.base import Model
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
 from quickbeam.models.weights.checkpoint import WANTED, local_folder
@@ -39,6 +40,7 @@ def load_drafter(
     model: str = "",
     progress: Any = None,
     weights: str | None = None,
+    kernels: Kernels | None = None,
 ) -> Drafter:
     """Load the drafter `name` for `target`.
 
@@ -46,6 +48,7 @@ def load_drafter(
       the target's own checkpoint, whose folder, file or id is `model`.
     - `tokenizer`: the target's, which a smaller model must have, too.
     - `weights`: the weight format of a smaller model (see `make_model`). None takes the target's.
+    - `kernels`: what runs a feature or block drafter, if they can; None: PyTorch does.
 
     Raises `InvalidInput` for what is no drafter of this target, a smaller model with another
     tokenizer among it, and for a feature drafter with `weights` other than `bfloat16`.
@@ -60,12 +63,12 @@ def load_drafter(
     layout = layout_of(path)
     if layout is not None:
         _refuse_weights(name, weights)
-        drafter = _load_network(layout.kind, path, target)
+        drafter = _load_network(layout.kind, path, target, kernels)
         drafter.folder = path
         return drafter
     weights = weights or target.weights
     opened = open_model(str(path), target.dtype, target.device, weights=weights, progress=progress)
-    sizes = target.vocab_size, opened.model.vocab_size
+    sizes = (target.vocab_size, opened.model.vocab_size)
     if not same_tokens(tokenizer, opened.tokenizer, sizes):
         raise InvalidInput(
             f"{name} has another tokenizer than the model, and can't draft for it: name a smaller "
@@ -74,7 +77,7 @@ def load_drafter(
     return LMDrafter(opened.model, target.vocab_size)
 
 
-def _load_network(kind: str, path: Path, target: Model) -> Drafter:
+def _load_network(kind: str, path: Path, target: Model, kernels: Kernels | None) -> Drafter:
     """Load a drafter that has a layout of its own, of a `kind` of `layouts.py`."""
     if kind == ASSISTANT:
         return load_assistant(path, target)
@@ -82,8 +85,8 @@ def _load_network(kind: str, path: Path, target: Model) -> Drafter:
         logger.warning("the model's embedding and head are in memory for this drafter, too")
     parts = TargetParts.of(target)
     if kind == BLOCK:
-        return BlockDrafter(load_block(path, parts), target)
-    return eagle_drafter(load_eagle(path, parts), target)
+        return BlockDrafter(load_block(path, parts, kernels), target, kernels)
+    return eagle_drafter(load_eagle(path, parts), target, kernels)
 
 
 def _refuse_weights(name: str, weights: str | None) -> None:

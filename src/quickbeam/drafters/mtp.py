@@ -1,8 +1,9 @@
 """MTP heads as drafters: one more decoder layer of a model, from the model's own checkpoint.
 
 As in an EAGLE drafter, row j holds the hidden state after token j and the embedding of token j + 1,
-and predicts token j + 2 through the model's head. What comes out stands in for the next hidden
-state. So one head drafts as deep as asked; further heads are left alone: each is for one depth.
+and predicts token j + 2 through the model's head. The layer's output stands in for the next hidden
+state. So one head drafts trees of any depth. A checkpoint may hold further heads, each for one
+depth: these are not read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from quickbeam.models.compile.compiled_stack import kv_shapes
 from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.families.reading import Config, linear
-from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.pages import PagePool
 from quickbeam.models.stack import NO_HEAD, HiddenInput, Norm, Stack
 from quickbeam.models.weights.checkpoint import ModelConfig
@@ -112,7 +113,8 @@ def mtp_parameters(
         if name.startswith(layer):
             named[f"{stack.inside}.0.{name.removeprefix(layer)}"] = stored_name
     shapes = expected(stack, config) | joining(layout, embedding.shape[1])
-    wanted, stored = names(stack) - {stack.embedding}, dict[str, ParameterSource]()
+    wanted = names(stack) - {stack.embedding}
+    stored = dict[str, ParameterSource]()
     mismatched = list[tuple[str, list[int], list[int]]]()
     method = method_of(config)
     for name in wanted:
@@ -137,30 +139,31 @@ def load_mtp(
 ) -> Drafter:
     """Load the MTP head in the folder of `model`, or its `.gguf` file.
 
-    `normed`: whether it reads what the model's head reads, and its own row stands in for that
-    behind its norm; else both are taken before their norms. vLLM, SGLang and transformers take them
-    behind for all families; for Qwen3.5 that accepts half as many tokens again (llama.cpp's pull
-    request 24025, LightLLM's 1402). `weights`: as of `NativePasses`.
+    - `normed`: whether the head reads the model's hidden states after the last norm, and its own
+      output stands in for them after its norm. Otherwise both are taken before these norms. vLLM,
+      SGLang and transformers take them after the norms for all families. For Qwen3.5 that accepts
+      half as many tokens again (llama.cpp's pull request 24025, LightLLM's 1402).
+    - `weights`: as of `NativePasses`.
 
     Raises `InvalidInput` where there is none of a known layout, where the native kernels don't run
     the model, and for an incomplete head.
     """
-    config, layers = model.config, model.config.num_hidden_layers
-    if not isinstance(model, NativeModel):
+    config = model.config
+    if not isinstance(model.pool, PagePool):
         raise InvalidInput(
             f"--drafter {MTP} needs the native kernels, and this model runs on "
             f"{model.describe()}; name another drafter"
         )
     with named_errors(path):
-        read = _of_file if path.suffix == ".gguf" else _of_folder
-        parameters, stack = read(path, model)
-    kernels = library.kernels()
-    assert kernels is not None
-    pool = PagePool(kv_shapes(stack), kernels, None, model.dtype)
+        if path.suffix == ".gguf":
+            parameters, stack = _of_file(path, model, model.pool.kernels)
+        else:
+            parameters, stack = _of_folder(path, model)
+    pool = PagePool(kv_shapes(stack), model.pool.kernels, None, model.dtype)
     return EagleDrafter(
         NativePasses(parameters, stack, pool, model.head, weights),
         model,
-        [layers + normed],
+        [config.num_hidden_layers + normed],
         norm_output=normed,
         norm_feature=True,
         head_size=config.hidden_size,
@@ -169,7 +172,8 @@ def load_mtp(
 
 
 def _of_folder(folder: Path, model: Model) -> tuple[Parameters, Stack]:
-    config, files = model.config, TensorFiles(folder)
+    config = model.config
+    files = TensorFiles(folder)
     stack, first = mtp_stack(config, model.dtype)
     (head,) = {weight.name for weight in stack.head.weights}
     named = {name: name for name in files.names}
@@ -183,17 +187,17 @@ def _of_folder(folder: Path, model: Model) -> tuple[Parameters, Stack]:
     return mtp_parameters(files, named, layout, stack, first, embedding.detach()), stack
 
 
-def _of_file(path: Path, model: Model) -> tuple[Parameters, Stack]:
-    """Return the same of a `.gguf` file, whose blocks stay as they are."""
-    file, layout = GgufFile(path), QWEN
-    kernels = library.kernels()
-    assert kernels is not None
-    (name, _), block = architecture_of(file), model.config.num_hidden_layers
-    stored_name = mtp_names(name, block, file.tensors, layout)
+def _of_file(path: Path, model: Model, kernels: Kernels) -> tuple[Parameters, Stack]:
+    """Return what `_of_folder` returns, from a `.gguf` file, whose blocks stay as they are."""
+    file = GgufFile(path)
+    layout = QWEN
+    name, _ = architecture_of(file)
+    stored_name = mtp_names(name, model.config.num_hidden_layers, file.tensors, layout)
     if stored_name(f"{layout.fc}.weight") is None:
         raise InvalidInput(NO_KNOWN_HEAD)
     stack, config = mtp_stack(model.config, model.dtype)
     width = int(config.hidden_size)
-    stack, joins = joined(stack, layout, width), joining(layout, width)
+    stack = joined(stack, layout, width)
+    joins = joining(layout, width)
     params = GgufParameters(file, name, config, stack, model.dtype, kernels, stored_name, joins)
     return params, stack

@@ -1,11 +1,11 @@
-"""What came after the end of the text before: in this text, and in those that are remembered."""
+"""N-grams as a source: what came after the end of the text, where it occurred before."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quickbeam.drafters.base import Context, Source, SourceState
-from quickbeam.drafters.texts import AGREED, Match
+from quickbeam.drafters.base import Source, SourceState
+from quickbeam.drafters.texts import Match
 
 MAX_N = 3  # tokens of the longest n-grams
 
@@ -36,7 +36,8 @@ class NgramIndex(SourceState):
         follow the occurrence. Returns None without a match. `suffix` is the end of the text,
         perhaps continued by tokens that are only guessed; its last `MAX_N` tokens are enough.
         """
-        ids, after = self.ids, self._after
+        ids = self.ids
+        after = self._after
         size = len(suffix)
         for end in range(self._entered, len(ids)):
             for n in range(1, min(MAX_N, end) + 1):
@@ -57,9 +58,11 @@ class NgramIndex(SourceState):
 
         This shows how long the repetition has gone on.
         """
-        ids, length = self.ids, 0
+        ids = self.ids
+        length = 0
         limit = min(limit, match.position)
-        before, last = match.position - 1, len(ids) - 1
+        before = match.position - 1
+        last = len(ids) - 1
         while length < limit and ids[before - length] == ids[last - length]:
             length += 1
         return length
@@ -88,15 +91,3 @@ class Ngram(Source):
         index = NgramIndex()
         index.extend(ids)
         return index
-
-
-class Answers(Source):
-    """The texts of `Context.texts` as a source of candidates."""
-
-    name = "answers"
-
-    def match(self, context: Context, path: Sequence[int] = ()) -> Match | None:
-        """Return the best match of the text so far, continued by `path`; None without one."""
-        if context.texts is None:
-            return None
-        return context.texts.match([*context.ids[-AGREED:], *path][-AGREED:])

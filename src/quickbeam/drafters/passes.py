@@ -29,7 +29,7 @@ from quickbeam.models.compile.compiled_stack import (
 from quickbeam.models.compile.hidden_input import add_fusion
 from quickbeam.models.compile.layer import add_queries_and_keys
 from quickbeam.models.compile.native_model import list_rows
-from quickbeam.models.native.library import Kernels, kernels
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import RowList, plain_rows
 from quickbeam.models.native.pages import PagePool
 from quickbeam.models.native.program import Program
@@ -271,16 +271,16 @@ class CompiledDrafter(CompiledStack):
 
 
 def passes_of(
-    network: DrafterNetwork, model: Model, native: bool = True, weights: str | None = None
+    network: DrafterNetwork, model: Model, kernels: Kernels | None, weights: str | None = None
 ) -> NativePasses | TorchPasses:
-    """Return the passes of a network beside `model`: native ones if the kernels can run it.
+    """Return the passes of a network beside `model`: native ones if `kernels` can run it.
 
-    `native`: whether they may. `weights`: their format (`NativePasses`).
+    `weights`: their format (`NativePasses`).
     """
-    kernels = network_kernels(model, network) if native else None
-    if kernels is None:
+    if kernels is None or not _fits_kernels(network, model):
         return TorchPasses(network, model)
-    parameters, stack = network.parameters_of_stack(model.dtype), network.stack
+    parameters = network.parameters_of_stack(model.dtype)
+    stack = network.stack
     if stack.embedding:
         stack = replace(stack, scale=embed_scale(network.embedding))
         table = network.embedding.weight
@@ -291,18 +291,19 @@ def passes_of(
     return NativePasses(parameters, stack, pool, network.head, weights)
 
 
-def network_kernels(model: Model, network: DrafterNetwork) -> Kernels | None:
-    """Return the native kernels if they can run a `network` beside `model`.
+def _fits_kernels(network: DrafterNetwork, model: Model) -> bool:
+    """Whether the native kernels can run a `network` beside `model`.
 
-    Widths have to be even. They read the target's embedding, but not that of other classes, which
-    may do something else with their rows.
+    Widths have to be even. The kernels read the rows of an embedding of a known class. Another
+    class may do something else with its rows.
     """
     config = network.config
-    sizes = config.hidden_size, config.intermediate_size, config.head_dim, config.target_size
-    reads_table = type(network.embedding) in (nn.Embedding, ScaledEmbedding, Embedding)
-    fits = all(size % 2 == 0 for size in sizes) and (reads_table or not network.stack.embedding)
+    sizes = (config.hidden_size, config.intermediate_size, config.head_dim, config.target_size)
+    is_even = all(size % 2 == 0 for size in sizes)
+    known = type(network.embedding) in (nn.Embedding, ScaledEmbedding, Embedding)
+    reads_embedding = known or not network.stack.embedding
     on_cpu = model.device.type == "cpu" and model.dtype is torch.bfloat16
-    return kernels() if fits and on_cpu else None
+    return is_even and reads_embedding and on_cpu
 
 
 def packed_head(kernels: Kernels, head: Any, weights: str | None = None) -> NativeLinear:

@@ -1,14 +1,15 @@
 """Token Recycling (2408.08696) as a source: what was likely after a token the last time.
 
-Each row of a pass tells which tokens are likely after the row's own. The paper keeps them, whether
-the row was accepted or not, and drafts from them when the token comes again. Here they are kept for
-the last two tokens as well, which are looked up first, and with their probabilities.
+Each row of a pass tells which tokens are likely after the row's own. The paper keeps these tokens,
+whether the row was accepted or not, and drafts from them when the row's token comes again. Two
+things are added here. Tokens are also kept for the last two tokens together, which are looked up
+first. And their probabilities are kept, by which acceptance rates are learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -82,33 +83,43 @@ class Successors:
 class Recycling(Source):
     """Proposes what the target found likely after the same tokens, in any answer of the tenant.
 
-    It keeps nothing of a sequence.
+    It keeps nothing of a sequence. The tenants that were asked for least recently are forgotten.
     """
 
     name = "recycling"
 
     def __init__(self) -> None:
-        self._of_tenant = lru_cache(TENANTS)(lambda tenant: Successors())
+        self._by_tenant = OrderedDict[Hashable, Successors]()
+
+    def _successors(self, tenant: Hashable) -> Successors:
+        if tenant not in self._by_tenant:
+            self._by_tenant[tenant] = Successors()
+            if len(self._by_tenant) > TENANTS:
+                self._by_tenant.popitem(last=False)
+        self._by_tenant.move_to_end(tenant)
+        return self._by_tenant[tenant]
 
     def learn(self, context: Context, tree: TokenTree, logits: torch.Tensor) -> None:
-        successors = self._of_tenant(context.tenant)
         width = min(KEPT, logits.shape[-1])
+        rows = largest(logits, width, kernels=context.kernels)
         ranked = [
             (node, tokens, values)
-            for node, (tokens, values) in enumerate(largest(logits, width))
+            for node, (tokens, values) in enumerate(rows)
             if len(tokens) == width and np.isfinite(values).all()
         ]
         if not ranked:
             return
         nodes, tokens, values = zip(*ranked, strict=True)
         pairs = [(_before(context, tree, node), tree.token[node]) for node in nodes]
-        probs = np.exp(np.array(values, np.float32) - np.array(values, np.float32)[:, :1])
-        successors.put(pairs, np.array(tokens), probs / probs.sum(-1, keepdims=True))
+        scores = np.array(values, np.float32)
+        probs = np.exp(scores - scores[:, :1])
+        probs /= probs.sum(-1, keepdims=True)
+        self._successors(context.tenant).put(pairs, np.array(tokens), probs)
 
     def after(self, context: Context, path: Sequence[int]) -> Recycled | None:
         """Return what was likely after the text that `path` continues; None if nothing is known."""
         before, token = [-1, *context.ids[-2:], *path][-2:]
-        return self._of_tenant(context.tenant).after(before, token)
+        return self._successors(context.tenant).after(before, token)
 
 
 def _before(context: Context, tree: TokenTree, node: int) -> int:

@@ -18,7 +18,9 @@ class ShadowTree:
     """
 
     def __init__(self, tree: TokenTree, chain: Sequence[int], source: str, run: int = 0) -> None:
-        self.tree, self.run, self._source = tree, run, source
+        self.tree = tree
+        self.run = run
+        self._source = source
         self.rows = TokenTree(chain[0])
         for token in chain[1:]:
             self.rows.add(len(self.rows) - 1, token, source)
@@ -33,7 +35,8 @@ class ShadowTree:
         for node in nodes:
             if node in self._row_of_node:
                 continue
-            parent, token = self.tree.parent[node], self.tree.token[node]
+            parent = self.tree.parent[node]
+            token = self.tree.token[node]
             if parent not in self._row_of_node:
                 raise ValueError(f"nodes {list(nodes)}: ask for their parents first")
             if largest is not None:

@@ -1,8 +1,8 @@
-"""What other answers know: a bounded index over the texts that this process has finished.
+"""A bounded index over the texts that this process has finished.
 
-Agents and users repeat tools, files and answers. What went on in an earlier text is drafted where
-the end of this one agrees with it. Drafts never change an answer. They change how long it takes, so
-each tenant has a memory of its own: nobody can measure what others were answered.
+Agents and users repeat tools, files and answers. Where the end of a text agrees with an earlier
+text, the continuation of the earlier one is drafted. Drafts never change an answer. They change how
+long it takes, so each tenant has a memory of its own: nobody can measure what others were answered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ GRAM = 4  # tokens of the n-grams that are looked up
 AGREED = 32  # how many tokens before a match are compared at most
 SCAN = 8  # how many occurrences of an n-gram are compared
 KNOWN = 32  # so many tokens that go on as remembered are not entered again
-FACTOR, MASK = 0x9E3779B97F4A7C15, 2**64 - 1  # of the n-grams' hashes, below 2^64
+FACTOR = 0x9E3779B97F4A7C15  # of the n-grams' hashes
+MASK = 2**64 - 1  # keeps them below 2^64
 TOKEN_BYTES = 16  # of memory, for each remembered token
 KIND = "quickbeam answers"  # of a file that keeps them
 TENANTS = 8  # how many tenants are remembered, each with so much of the memory
@@ -46,9 +47,9 @@ class Match(NamedTuple):
 class Texts:
     """The latest texts of one tenant, `capacity` tokens of them, and where their n-grams occurred.
 
-    The texts lie in a ring of tokens, each in one piece, so the oldest are forgotten first. Slots
-    of a table, chosen by the hash of `GRAM` tokens, say where these occurred last, and each
-    occurrence says where the one before was. A match is compared with the text itself, so that
+    The texts lie in a ring of tokens, each in one piece, so the oldest are forgotten first. The
+    hash of `GRAM` tokens chooses a slot of a table. The slot says where these tokens occurred last,
+    and each occurrence says where the one before was. A match is compared with the text itself. So
     neither two n-grams of one slot nor tokens that were overwritten do any harm.
 
     All numbers are stored plus one: 0 stands for nothing, and for the end of a text.
@@ -62,18 +63,22 @@ class Texts:
         self._end = 0  # where the next token goes
 
     def add(self, ids: Sequence[int]) -> None:
-        """Enter a text. What goes on as remembered from its beginning is left out."""
-        ids = ids[self._remembered(ids) :][-(len(self._ring) - 1) :]
+        """Enter a text. The beginning that an earlier text has, too, is left out."""
+        ids = ids[self._remembered(ids) :]
+        ids = ids[-(len(self._ring) - 1) :]
         if len(ids) <= GRAM:
             return
         tokens = np.asarray(ids, np.int64)
         begin = self._end if self._end + len(ids) < len(self._ring) else 0
         end = begin + len(ids)
-        self._ring[begin:end], self._ring[end] = tokens + 1, 0
+        self._ring[begin:end] = tokens + 1
+        self._ring[end] = 0
         self._end = end + 1
-        slots, after = self._slots(tokens[:-1]), np.arange(begin + GRAM, end)
+        slots = self._slots(tokens[:-1])
+        after = np.arange(begin + GRAM, end)
         order = np.argsort(slots, kind="stable")  # occurrences of one slot side by side
-        slots, after = slots[order], after[order]
+        slots = slots[order]
+        after = after[order]
         first = np.append(True, slots[1:] != slots[:-1])
         self._older[after] = np.where(first, self._newest[slots], np.roll(after, 1) + 1)
         last = np.roll(first, -1)
@@ -84,10 +89,10 @@ class Texts:
         return np.roll(self._ring, -self._end)
 
     def match(self, suffix: Sequence[int]) -> Match | None:
-        """Return where the end of `suffix` occurred with the most tokens before that agree, too.
+        """Return the occurrence of the end of `suffix` that agrees with the most tokens of it.
 
         `position` is that of the token that followed. Among equals the newest is taken. None where
-        not even `GRAM` tokens agree.
+        fewer than `GRAM` tokens agree.
         """
         best: Match | None = None
         for position in self._positions(suffix[-GRAM:]):
@@ -103,13 +108,15 @@ class Texts:
 
     def continuation(self, match: Match, length: int) -> list[int]:
         """Return the tokens that followed a match, up to `length` and to the end of that text."""
-        tokens: list[int] = (self._ring[match.position : match.position + length] - 1).tolist()
-        return tokens[: tokens.index(-1)] if -1 in tokens else tokens
+        stored = self._ring[match.position : match.position + length].tolist()
+        if 0 in stored:
+            stored = stored[: stored.index(0)]
+        return [token - 1 for token in stored]
 
     def _remembered(self, ids: Sequence[int]) -> int:
         """Return how many tokens from the beginning of a text need not be entered.
 
-        Conversations come back with every turn, one token longer than the last answer.
+        A conversation comes back with every turn, longer than at the last one.
         """
         known = GRAM
         while True:
@@ -120,25 +127,28 @@ class Texts:
             known += max(agreements)
 
     def _agreement(self, position: int, ids: Sequence[int]) -> int:
-        """Return with how many of `ids` the text at `position` goes on."""
+        """Return how many of `ids` are equal to the tokens of the ring from `position` on."""
         theirs = self._ring[position : position + len(ids)]
-        differ = np.flatnonzero(theirs != np.asarray(ids[: len(theirs)], np.int64) + 1)
+        ours = np.asarray(ids[: len(theirs)], np.int64) + 1
+        differ = np.flatnonzero(theirs != ours)
         return int(differ[0]) if len(differ) else len(theirs)
 
     def _positions(self, gram: Sequence[int]) -> list[int]:
         positions = list[int]()
-        if len(gram) == GRAM:
-            total = 0  # as in `_slots`, without the arrays: every step looks up a few
-            for token in gram:
-                total = (total + token) * FACTOR & MASK
-            position = int(self._newest[total >> (64 - self._bits)])
-            while position and len(positions) < SCAN:
-                positions.append(position - 1)
-                position = int(self._older[position - 1])
+        if len(gram) < GRAM:
+            return positions
+        total = 0  # as in `_slots`, without the arrays: every step looks up a few
+        for token in gram:
+            total = (total + token) * FACTOR & MASK
+        position = int(self._newest[total >> (64 - self._bits)])
+        while position and len(positions) < SCAN:
+            positions.append(position - 1)
+            position = int(self._older[position - 1])
         return positions
 
     def _slots(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        count, sums = len(tokens) - GRAM + 1, np.zeros(len(tokens) - GRAM + 1, np.uint64)
+        count = len(tokens) - GRAM + 1
+        sums = np.zeros(count, np.uint64)
         for i in range(GRAM):
             sums = (sums + tokens[i : i + count].astype(np.uint64)) * np.uint64(FACTOR)
         return (sums >> np.uint64(64 - self._bits)).astype(np.int64)  # type: ignore[no-any-return]
@@ -162,7 +172,9 @@ class AnswerMemory:
             raise InvalidInput(
                 f"keep={str(keep)!r}: there is no folder {keep.parent}; make it first"
             )
-        self._tokens, self._keep, self._model = size // TOKEN_BYTES, keep, model
+        self._tokens = size // TOKEN_BYTES
+        self._keep = keep
+        self._model = model
         self._texts = OrderedDict[Hashable, Texts]()
         self._forgotten = False  # whether the file may hold more than what is here
         if keep is not None and keep.exists():
@@ -192,27 +204,30 @@ class AnswerMemory:
     def close(self) -> None:
         """Write the texts to the file, if there is one, and forget them.
 
-        What the file holds of before they were forgotten stays. One that can't be written stays as
-        it was, with a warning.
+        Texts that the file holds, and that were forgotten here, stay in the file. A file that can't
+        be written stays as it was, with a warning.
         """
         if self._keep is not None and self._texts:
             if self._forgotten and self._keep.exists():
-                new, self._texts = self._texts, OrderedDict()
+                new = self._texts
+                self._texts = OrderedDict()
                 with suppress(InvalidInput):  # another file by now, which this one replaces
                     self._read(self._keep)
                 for tenant, texts in new.items():
                     self._add(tenant, texts.ring())
             part = self._keep.with_name(f".{self._keep.name}.{os.getpid()}.part")
-            rings = {str(i): texts.ring() for i, texts in enumerate(self._texts.values())}
-            names = json.dumps([_name(tenant) for tenant in self._texts])
-            metadata = {"kind": KIND, "model": self._model, "tenants": names}
             try:
-                save_file(rings, part, metadata=metadata)
+                self._write(part)
                 os.replace(part, self._keep)
             except (OSError, SafetensorError) as error:
                 part.unlink(missing_ok=True)
                 logger.warning("answers are not kept: %s can't be written (%s)", self._keep, error)
         self.forget()
+
+    def _write(self, path: Path) -> None:
+        rings = {str(i): texts.ring() for i, texts in enumerate(self._texts.values())}
+        names = json.dumps([_name(tenant) for tenant in self._texts])
+        save_file(rings, path, metadata={"kind": KIND, "model": self._model, "tenants": names})
 
     def _read(self, path: Path) -> None:
         try:
@@ -236,16 +251,21 @@ class AnswerMemory:
             ) from error
 
     def _add(self, tenant: Hashable, ring: npt.NDArray[np.int32]) -> None:
-        """Add the texts that a ring holds, each with 0 at its ends and tokens plus 1."""
-        texts, edges = self.of(tenant), np.flatnonzero(np.diff(ring > 0, prepend=0, append=0))
+        """Add the texts of a ring as `Texts.ring` returns it."""
+        texts = self.of(tenant)
+        edges = np.flatnonzero(np.diff(ring > 0, prepend=0, append=0))
         for begin, end in edges.reshape(-1, 2):
             texts.add((ring[begin:end] - 1).tolist())
 
 
 def _name(tenant: Hashable) -> str | None:
     """Return a tenant as JSON has it: a key's digest, an address, or None."""
-    return tenant.hex() if isinstance(tenant, bytes) else None if tenant is None else f"@{tenant}"
+    if tenant is None:
+        return None
+    return tenant.hex() if isinstance(tenant, bytes) else f"@{tenant}"
 
 
 def _tenant(name: str | None) -> Hashable:
-    return name if name is None else name[1:] if name.startswith("@") else bytes.fromhex(name)
+    if name is None:
+        return None
+    return name[1:] if name.startswith("@") else bytes.fromhex(name)

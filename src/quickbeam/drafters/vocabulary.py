@@ -10,11 +10,12 @@ from torch import nn
 from quickbeam.config import CLUSTERS, CONTEXT, FREQUENCY, FULL, ROUTER, check_vocab, plain_vocab
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.native import Router
+from quickbeam.drafters.shortlist.router import Router
 from quickbeam.drafters.shortlist.shortlist import WINDOW, Artefact, Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
 from quickbeam.models.compile.compiled_stack import NativeLinear
+from quickbeam.models.native.library import Kernels
 
 # by kind: the default size is the size of the vocabulary divided by this
 SHARES = {FREQUENCY: 4, FREQUENCY + CONTEXT: 16, CLUSTERS: 8, ROUTER: 16}
@@ -32,9 +33,13 @@ class ShortlistParts(NamedTuple):
 
 
 def make_shortlist(
-    drafter: Drafter, model: Model, vocab: str, size: int | None = None
+    drafter: Drafter,
+    model: Model,
+    vocab: str,
+    size: int | None,
+    kernels: Kernels | None,
 ) -> Shortlist | None:
-    """Return a shortlist of about `size` tokens, or `None` for `full`.
+    """Return a shortlist of about `size` tokens, scored as by `Shortlist`, or `None` for `full`.
 
     - `frequency`: the most frequent tokens of the drafter's training text (FR-Spec, 2502.14856).
     - `frequency+context`: `frequency` and the tokens of `context`.
@@ -52,6 +57,7 @@ def make_shortlist(
     return Shortlist(
         head_rows(model.head, model),
         parts.layout,
+        kernels,
         router=parts.router,
         chosen=parts.chosen,
         window=parts.window,
@@ -103,7 +109,8 @@ def is_listed(drafter: Drafter) -> bool:
 
 
 def _artefact(drafter: Drafter, model: Model, vocab: str) -> Artefact:
-    folder, size = drafter.folder, drafter.head_size
+    folder = drafter.folder
+    size = drafter.head_size
     if folder is None or not Artefact.exists(folder):
         raise InvalidInput(
             f"--vocab {vocab}: the drafter {folder or ''} comes without a shortlist; make one with "

@@ -1,12 +1,12 @@
 """One budget for all running sequences: the nodes of their trees and the calls of a drafter.
 
-The aim is the most tokens a second. To maximise that ratio is to maximise
-`tokens - rate * seconds`, where rate is the best ratio there is (Dinkelbach, 1967). So a node or a
-call is taken if its expected tokens at the recent rate are worth more than its time (`CostModel`).
+The aim is the most tokens a second. To maximise that ratio is to maximise `tokens - rate *
+seconds`, where rate is the best ratio there is (Dinkelbach, 1967). So a node or a call is taken if
+its expected tokens at the recent rate are worth more than its time (`CostModel`).
 
-A tree also costs what this leaves out: it is planned, verified and learned from. Among several
-sequences that adds up, so there kinds of steps are compared as a whole (`Speed`). One step in many
-tries what the others don't do.
+Besides its nodes and calls, a tree takes time to be planned, accepted and learned from. Among
+several sequences that adds up. So there, kinds of steps are compared as a whole (`Speed`). One step
+in many tries a kind that is not the fastest.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 class Speed:
     """Tokens a second of one kind of step: a fading mean. The unit of time is a plain step's pass.
 
-    - `steps_since`: for how many steps it was not taken.
-    - `pause`: for how many it is not tried, while another kind is faster.
+    - `steps_since`: how many steps ago this kind was last taken.
+    - `pause`: for how many steps this kind is not tried while another kind is faster.
     """
 
     MEMORY = 256.0  # after so many tokens of plain decoding an observation has lost most weight
@@ -41,7 +41,7 @@ class Speed:
         self._tokens = guess * self.TRUST
         self._seconds = self.TRUST
         self.steps_since = 0
-        self.pause = float(Budget.EXPLORE)
+        self.pause = float(MeasuredBudget.EXPLORE)
 
     @property
     def mean(self) -> float:
@@ -59,7 +59,7 @@ class Speed:
         return seconds
 
 
-class Budget:
+class MeasuredBudget:
     """Decides which steps draft, how many nodes a tree has, and which calls of a drafter are made.
 
     `begin` opens a step, `observe` closes it. Each `setting` (methods and what their drafts depend
@@ -76,7 +76,11 @@ class Budget:
     LONGEST = 1024  # the most steps between trials of a kind
     EXPLORED_NODES = 8  # nodes of a tree that explores, whatever they cost
     # guesses: tokens and rows of a sequence in each kind of step
-    GUESSES: ClassVar = {PLAIN: (1.0, 1), FREE: (1.3, 2), ASKED: (1.6, 2)}
+    GUESSES: ClassVar = {
+        PLAIN: (1.0, 1),
+        FREE: (1.3, 2),
+        ASKED: (1.6, 2),
+    }
 
     def __init__(self, cost: CostModel, limit: int = MAX_NODES) -> None:
         self.cost = cost
@@ -112,8 +116,10 @@ class Budget:
         self.fastest = max(speeds, key=lambda kind: speeds[kind].mean)
         tokens_per_plain_pass = max(1.0, speeds[self.fastest].mean) * sequences
         self.rate = tokens_per_plain_pass / self._plain_seconds
+        self.kind = self.fastest
         due = [kind for kind, speed in speeds.items() if speed.steps_since >= speed.pause]
-        self.kind = max(due, key=lambda kind: speeds[kind].steps_since, default=self.fastest)
+        if due:
+            self.kind = max(due, key=lambda kind: speeds[kind].steps_since)
 
     def _speeds_of(self, setting: Hashable, drafter: Hashable) -> dict[str, Speed]:
         """Return the speeds of all kinds of steps under the present load.
@@ -212,9 +218,8 @@ def convex_slopes(widths: Sequence[int], seconds: Sequence[float]) -> list[float
     """
     slopes = [0.0] * widths[0]
     for i, width in enumerate(widths[:-1]):
-        least = min(
-            (seconds[j] - seconds[i]) / (widths[j] - width) for j in range(i + 1, len(widths))
-        )
-        slope = max(slopes[-1], least)
+        wider = range(i + 1, len(widths))
+        to_wider = [(seconds[j] - seconds[i]) / (widths[j] - width) for j in wider]
+        slope = max(slopes[-1], min(to_wider))
         slopes += [slope] * (widths[i + 1] - width)
     return slopes

@@ -17,6 +17,7 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.models.base import Draft, Passed
 from quickbeam.noise import Noise
+from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
 from quickbeam.verify import Verdict, verify_equal, verify_residual
@@ -40,36 +41,44 @@ def accept(
     """
     logits = passed.logits
     params = sampler.params
-    reached = 0
-    # where nothing changes the logits, the pass may have chosen the tokens already
-    chosen_in_pass = passed.drawn
-    if params.greedy:
-        chosen_in_pass = None if params.adjusts_logits else passed.best
+    pass_tokens = _tokens_of_pass(params, passed)
+    last_node = 0  # the one after which a token was looked for last
 
-    def below_root(node: int) -> list[int]:
-        nonlocal reached
-        reached = node
+    def path_tokens(node: int) -> list[int]:
+        nonlocal last_node
+        last_node = node
         return tree.tokens(node)
 
     def emitted(node: int) -> int:
-        if chosen_in_pass is not None and chosen_in_pass[node] >= 0:
-            return chosen_in_pass[node]
+        if pass_tokens is not None and pass_tokens[node] >= 0:
+            return pass_tokens[node]
         if params.greedy or noise is None:
-            return sampler.best(logits[node], below_root(node))
+            return sampler.best(logits[node], path_tokens(node))
         node_position = position + tree.depth[node]
-        return sampler.emitted(logits[node], noise, node_position, below_root(node))
+        return sampler.emitted(logits[node], noise, node_position, path_tokens(node))
 
     def probs(node: int) -> torch.Tensor:
-        return sampler.probs(logits[node], below_root(node))
+        return sampler.probs(logits[node], path_tokens(node))
 
     try:
         if params.greedy or noise is not None:
             return verify_equal(tree, emitted)
         return verify_residual(tree, probs, generator)
     except DeadEnd:
-        if not reached:
+        if last_node == 0:
             raise
-        return Verdict(tree.path(reached)[:-1], tree.token[reached])
+        return Verdict(tree.path(last_node)[:-1], tree.token[last_node])
+
+
+def _tokens_of_pass(params: SamplingParams, passed: Passed) -> list[int] | None:
+    """Return the tokens that the pass itself chose, by node; None if the host chooses them all.
+
+    At temperature 0 these are the likeliest tokens, if nothing changes the logits. Else these are
+    the draws of `Draft.draws`. Where the entry of a node is -1, the host has to choose.
+    """
+    if not params.greedy:
+        return passed.drawn
+    return None if params.adjusts_logits else passed.best
 
 
 @dataclass
@@ -78,13 +87,13 @@ class Commit:
 
     - `prefixes`: the prefix cache, whose chunks keep the hidden states of their last tokens.
     - `began`: when the step began, by `time.perf_counter`.
-    - `drafting`, `verifying`: the seconds of the step's drafts and of its pass.
+    - `draft_seconds`, `verify_seconds`: how long the step's drafts and its pass took.
     """
 
     prefixes: PrefixCache
     began: float
-    drafting: float
-    verifying: float
+    draft_seconds: float
+    verify_seconds: float
 
     def part(self, scheduled: ScheduledPart, passed: Passed) -> int:
         """Commit what the pass says of one sequence. Returns how many tokens its tree emitted.
@@ -113,7 +122,8 @@ class Commit:
             sequence.end("length")
             return
         logits = passed.logits[-1].clone()  # a slice would keep the logits of all rows in memory
-        _, token = self._accept(sequence, TokenTree(sequence.ids[-1]), Passed(logits[None]))
+        root = TokenTree(sequence.ids[-1])
+        _, token = self._accept(sequence, root, Passed(logits[None]))
         sequence.emit([token], lambda _: logits)
         sequence.extend([token], logits)
 
@@ -124,7 +134,7 @@ class Commit:
         path, token = self._accept(sequence, tree, passed)
         assert proposal.result is not None
         proposal.result.learn(tree, path)
-        for source in sequence.policy.sources:
+        for source in sequence.method.sources:
             source.learn(sequence.context, tree, passed.logits)
         self._rows(sequence, path, passed)
         tokens = [*(tree.token[node] for node in path[1:]), token]
@@ -139,8 +149,8 @@ class Commit:
                 path=path,
                 token=token,
                 emitted=emitted,
-                draft_seconds=self.drafting,
-                verify_seconds=self.verifying,
+                draft_seconds=self.draft_seconds,
+                verify_seconds=self.verify_seconds,
                 seconds=time.perf_counter() - self.began,
             )
             observer(record)
@@ -155,10 +165,10 @@ class Commit:
     ) -> None:
         stats.steps += 1
         stats.nodes += len(tree)
-        stats.draft_seconds += self.drafting
+        stats.draft_seconds += self.draft_seconds
         stats.drafter_calls += proposal.calls
         stats.drafter_seconds += proposal.seconds
-        stats.verify_seconds += self.verifying
+        stats.verify_seconds += self.verify_seconds
         for name in tree.source[1:]:
             stats.sources[name].drafted += 1
         for node in accepted:
@@ -180,7 +190,8 @@ class Commit:
         before = sequence.read
         assert cache is not None
         cache.commit(path)
-        drafter, state = sequence.drafter, sequence.draft_state
+        drafter = sequence.drafter
+        state = sequence.draft_state
         if drafter is None or state is None or not drafter.needs_hidden or passed.hidden is None:
             return
         hidden = passed.hidden

@@ -48,7 +48,7 @@ class CostModel:
     def of_call(self, drafter: Hashable, sequences: int = 1) -> float:
         """Return the expected seconds of a call for so many sequences.
 
-        If none for as many was timed, it follows from that for the nearest number.
+        Where no call for this number was timed, the time follows from that for the nearest number.
         """
         times = self._calls.get(drafter) or {1: self.CALL * self.of_pass(1)}
         nearest = min(times, key=lambda count: abs(math.log(count / sequences)))

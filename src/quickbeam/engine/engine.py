@@ -13,7 +13,7 @@ import torch
 from quickbeam.config import EngineOptions
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.texts import AnswerMemory
-from quickbeam.engine.budget import ASKED, MAX_NODES, MAX_NODES_SLOW, Budget
+from quickbeam.engine.budget import ASKED, MAX_NODES, MAX_NODES_SLOW, MeasuredBudget
 from quickbeam.engine.commit import Commit
 from quickbeam.engine.measuring import measure
 from quickbeam.engine.prefix_cache import PrefixCache
@@ -22,10 +22,8 @@ from quickbeam.engine.scheduler import ScheduledPart, Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Model, Passed, inference
-from quickbeam.models.native.library import cached_kernels
-from quickbeam.models.native.noise import NativeNoise
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.pages import PagePool
-from quickbeam.noise import Noise
 
 MAX_UNREAD_HIDDEN = 1024  # hidden states that may wait for a drafter that is not asked
 
@@ -40,7 +38,9 @@ class Engine:
     - `pages`: pages of keys and values, None for any number.
     - `share`: whether texts that begin alike share their beginning.
     - `memory`: what finished texts are kept in, for other answers to draft from; None for none.
-    - `budget`: None measures the model's passes when the first tree needs it.
+    - `budget`: None makes one when the first tree needs it, and measures the model's passes then.
+    - `kernels`: compute what the host does between passes: draws, and the largest of some numbers.
+      None: those that run the model if there are any, else PyTorch and NumPy.
 
     Every request ends with a reason or an `error` of its own: no failure touches another sequence.
     """
@@ -53,12 +53,14 @@ class Engine:
         pages: int | None = None,
         share: bool = True,
         memory: AnswerMemory | None = None,
-        budget: Budget | None = None,
+        budget: MeasuredBudget | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.model = model
-        pool = model.pool
-        # the host's draws take a tenth of the time by the kernels, on whichever device passes run
-        self._kernels = pool.kernels if isinstance(pool, PagePool) else cached_kernels()
+        if kernels is None and isinstance(model.pool, PagePool):
+            kernels = model.pool.kernels
+        # draws take a tenth of the time by the kernels, on whichever device passes run
+        self._kernels = kernels
         self.prefixes = PrefixCache(model.granularity if share else None, model.pool)
         self.scheduler = Scheduler(model, self.prefixes, max_running)
         model.pool.limit = pages
@@ -71,11 +73,11 @@ class Engine:
         self.decoding_tokens = 0
 
     @property
-    def budget(self) -> Budget:
-        """The budget. It is made on first use, because it measures passes."""
+    def budget(self) -> MeasuredBudget:
+        """The measured budget. It is made on first use, because it measures passes."""
         if self._budget is None:
             max_nodes = MAX_NODES if self.model.streamed is None else MAX_NODES_SLOW
-            self._budget = Budget(measure(self.model, max_nodes), max_nodes)
+            self._budget = MeasuredBudget(measure(self.model, max_nodes), max_nodes)
         return self._budget
 
     def add(self, request: Request) -> SequenceState:
@@ -92,7 +94,7 @@ class Engine:
         self.model.check_prompt(request.prompt)
         prompt = len(request.prompt)
         max_tokens = request.params.max_tokens
-        sequence = SequenceState(request, self._make_noise)
+        sequence = SequenceState(request, self._kernels)
         for limit, what, advice in self.limits(sequence.drafter):
             if prompt + max_tokens > limit:
                 raise InvalidInput(
@@ -102,15 +104,11 @@ class Engine:
                 )
         return sequence
 
-    def _make_noise(self, seed: int, choice: int, vocab: int) -> Noise:
-        if self._kernels is None:
-            return Noise(seed, choice, vocab)
-        return NativeNoise(self._kernels, seed, choice, vocab)
-
     def limits(self, drafter: Drafter | None) -> list[tuple[int, str, str]]:
         """Return how many tokens a prompt and its answer may have together.
 
-        By each thing that limits them: the number, its name, and what else may be done about it.
+        There is an entry for each thing that limits them: the number of tokens, the thing's name,
+        and what else may be done about it.
         """
         limits = list[tuple[int, str, str]]()
         if self.model.context_length is not None:
@@ -216,16 +214,16 @@ class Engine:
         # verify
         scheduled = self.scheduler.fit_memory(scheduled + reading)
         passed = self._forward(scheduled)
-        verifying = time.perf_counter() - drafted
+        verify_seconds = time.perf_counter() - drafted
         # commit
-        commit = Commit(self.prefixes, began, drafted - began, verifying)
+        commit = Commit(self.prefixes, began, drafted - began, verify_seconds)
         emitted = 0
         for part, part_passed in zip(scheduled, passed, strict=True):
             if part_passed is not None and not part.sequence.over:
                 emitted += commit.part(part, part_passed)
         self._advance_drafters(scheduled)
         seconds = time.perf_counter() - began
-        self._record_times(scheduled, seconds, verifying)
+        self._record_times(scheduled, seconds, verify_seconds)
         if not prompts:
             self.decoding_seconds += seconds
             self.decoding_tokens += emitted
@@ -266,7 +264,7 @@ class Engine:
         the hidden states are kept, in case a call is worth it later on.
         """
         request = sequence.request
-        fixed = request.budget is not None or not sequence.policy.uses_cost_model
+        fixed = request.budget != "auto" or not sequence.method.uses_cost_model
         if fixed or self._budget is None:
             return True
         if sequence.drafter is not None and sequence.drafter.skips:
@@ -302,7 +300,7 @@ class Engine:
             read_ahead(drafter, [sequence], least, sequence.read)
 
     def _record_times(
-        self, scheduled: Sequence[ScheduledPart], seconds: float, verifying: float
+        self, scheduled: Sequence[ScheduledPart], seconds: float, verify_seconds: float
     ) -> None:
         for part in scheduled:
             statistics = part.sequence.statistics
@@ -316,5 +314,8 @@ class Engine:
             return
         cost = self._budget.cost
         # the texts have the step's tokens by now, which changes little
-        context = sum(cost.of_context(tree.part.rows, len(tree.sequence.ids)) for tree in trees)
-        cost.observe_pass(sum(part.part.rows for part in scheduled), verifying, context)
+        context = 0.0
+        for tree in trees:
+            context += cost.of_context(tree.part.rows, len(tree.sequence.ids))
+        rows = sum(part.part.rows for part in scheduled)
+        cost.observe_pass(rows, verify_seconds, context)

@@ -32,7 +32,8 @@ def measure(model: Model, max_nodes: int) -> CostModel:
     _seconds(model, *sizes[0])  # not counted, since the first pass of all may be slow
     seconds = {size: _seconds(model, *size) for size in sizes}
     if model.streamed is None:
-        seconds = {size: min(first, _seconds(model, *size)) for size, first in seconds.items()}
+        second_round = {size: _seconds(model, *size) for size in sizes}
+        seconds = {size: min(seconds[size], second_round[size]) for size in sizes}
     passes = dict[int, float]()
     per_token = dict[int, float]()
     # of each number of nodes, the pass without a text comes first

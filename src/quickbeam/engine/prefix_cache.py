@@ -182,7 +182,8 @@ class PrefixCache:
         pages = 0
         without = set(kept)
         for chunk in list(self._by_use):
-            kv, snapshot = chunk.kv, chunk.snapshot
+            kv = chunk.kv
+            snapshot = chunk.snapshot
             if chunk in without or kv is None or not self._pool.is_evictable(kv):
                 continue
             pages += -(-self.size // self._pool.page)

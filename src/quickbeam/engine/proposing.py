@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Protocol, TypeVar
 
 from quickbeam.drafters.base import Drafter, DraftProbs, DraftRequest
-from quickbeam.engine.budget import ASKED, PLAIN, Budget
+from quickbeam.engine.budget import ASKED, PLAIN, MeasuredBudget
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import NoDraft, Proposal, ProposalSteps
 from quickbeam.methods.constrained import constrained
@@ -90,7 +90,7 @@ class StepProposer:
 
     def __init__(
         self,
-        budget: Callable[[], Budget],
+        budget: Callable[[], MeasuredBudget],
         running: Sequence[SequenceState],
         prompts: int,
     ) -> None:
@@ -101,11 +101,11 @@ class StepProposer:
         self.reading = 0.0  # seconds in which it read what it had missed
 
     @cached_property
-    def budget(self) -> Budget:
+    def budget(self) -> MeasuredBudget:
         """The budget, with this step opened."""
         budget = self._make_budget()
         # what is learned in it belongs to all methods whose budget is measured
-        measured = [sequence for sequence in self.running if sequence.request.budget is None]
+        measured = [sequence for sequence in self.running if sequence.request.budget == "auto"]
         drafters = [sequence.drafter for sequence in measured if sequence.drafter is not None]
         budget.begin(
             frozenset(sequence.request.setting for sequence in measured),
@@ -152,11 +152,10 @@ class StepProposer:
         max_depth = sequence.remaining - 1  # as the target adds a token behind the accepted path
         context.node_costs = None
         context.explore = False
-        nodes = sequence.request.budget
-        if nodes is None:
-            nodes = self._measured_nodes(sequence)
+        budget = sequence.request.budget
+        nodes = budget if isinstance(budget, int) else self._measured_nodes(sequence)
         # for the root alone no source is asked
-        method = sequence.policy if nodes > 1 else NoDraft()
+        method = sequence.method if nodes > 1 else NoDraft()
         steps = method.propose(context, nodes, max_depth)
         if context.grammar is not None:
             steps = constrained(steps, context, nodes, max_depth)
@@ -164,7 +163,7 @@ class StepProposer:
 
     def _measured_nodes(self, sequence: SequenceState) -> int:
         """Return how many nodes a tree may have, and give the context what a node costs."""
-        method = sequence.policy
+        method = sequence.method
         context = sequence.context
         if not method.sources:
             return 1

@@ -15,10 +15,11 @@ from quickbeam.models.base import Chain, Draft, Model, Part
 from quickbeam.models.cache.kv import OutOfPages
 
 TREE = 64  # how many rows a sequence may need besides its tokens
-# where so many sequences may be active, the last slot is kept for tenants that have none active,
+# Where so many sequences may be active, the last slot is kept for tenants that have none active. It
+# takes sequences of at most `SHORT` tokens, so that it is free again soon.
 MANY_SLOTS = 8
-SHORT = 1024  # and for sequences of at most so many tokens, so that it is free again soon
-MAX_TENANTS = 4096  # so many are remembered that don't wait
+SHORT = 1024
+MAX_TENANTS = 4096  # how many tenants are remembered
 
 
 class ScheduledPart(NamedTuple):
@@ -38,15 +39,16 @@ _arrival = attrgetter("arrival")
 class FairQueue:
     """Waiting sequences. The tenant that was served the fewest tokens is next, its first one first.
 
-    A tenant that comes counts as served as much as the one that was served least so far, or as when
-    it left if that is more (start-time fair queueing, Goyal et al. 1996). Once nobody waits, all
-    begin anew.
+    This is start-time fair queueing (Goyal et al. 1996). A tenant that begins to wait counts as
+    served as many tokens as the waiting tenant that was served fewest, or as many as when it last
+    waited if these are more. Once nobody waits, all begin anew.
     """
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, list[SequenceState]] = {}  # by tenant, in order of arrival
-        self._served: dict[Hashable, int] = {}  # tokens, of tenants that wait or left with more
-        self._least = 0  # than any that waited had at least, when one was last taken
+        self._served: dict[Hashable, int] = {}  # tokens by tenant
+        # the fewest tokens of a tenant that waited when a sequence was last taken
+        self._least = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -84,7 +86,7 @@ class FairQueue:
                 self._forget()
 
     def _forget(self) -> None:
-        """Forget tenants that left, and would come as if they had not been served, or are many."""
+        """Forget tenants that don't wait, if it makes no difference or if they are too many."""
         self._least = self._least if self._queues else 0
         remember = bool(self._queues) and len(self._served) <= MAX_TENANTS
         self._served = {
@@ -202,7 +204,8 @@ class Scheduler:
             return
         assert sequence.cache is not None
         # looked up first, since making room for the sequence may drop chunks that it adopts
-        kv, snapshot = [chunk.kv for chunk in chunks], chunks[-1].snapshot
+        kv = [chunk.kv for chunk in chunks]
+        snapshot = chunks[-1].snapshot
         if state is not None and drafter is prefixes.drafter:
             # the drafter has read the first chunks; of the others it gets the hidden states
             drafted = list(takewhile(lambda chunk: chunk.draft is not None, chunks))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from quickbeam.config import Budget
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DrafterState
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.engine.output import Output
@@ -19,14 +20,16 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.methods.base import Method
 from quickbeam.models.base import Draws
 from quickbeam.models.cache.kv import SequenceCache
+from quickbeam.models.native.library import Kernels
+from quickbeam.models.native.noise import NativeNoise
 from quickbeam.noise import Noise
 from quickbeam.params import COUPLED, SamplingParams
 from quickbeam.sampling import Sampler, logprobs
 
 # makes the seed of drawn drafts differ from the seed of the answer
-DRAFTING = 0x9E3779B97F4A7C15
+DRAFT_SEED = 0x9E3779B97F4A7C15
 # makes the seeds of further answers to a prompt differ from the first one's
-CHOICE = 0xD1B54A32D192ED03
+CHOICE_SEED = 0xD1B54A32D192ED03
 _arrivals = count()
 
 
@@ -46,7 +49,7 @@ class Times:
 class Request:
     """A request: a prompt in token ids, how it is answered, and by which method.
 
-    - `budget`: nodes of a tree, the root included; None takes the measured budget.
+    - `budget`: the most nodes of a tree, the root included; `auto`: by measured cost.
     - `setting`: the method and all that its drafts depend on; rates and costs are learned for each.
     - `observer`: called with every step.
     - `choice`: which of several answers to the prompt this is.
@@ -55,10 +58,10 @@ class Request:
 
     prompt: Sequence[int]
     params: SamplingParams
-    policy: Method
+    method: Method
     output: Output
     sampler: Sampler
-    budget: int | None = 1
+    budget: Budget = 1
     setting: Hashable = None
     shortlist: Shortlist | None = None
     observer: Callable[[StepRecord], None] | None = None
@@ -78,18 +81,19 @@ class SequenceState:
 
     The request's seed, or one that is drawn, makes the noise of its positions. For the residual
     rule it makes two generators: for what is emitted, and for what is drawn while drafting.
+    `kernels` compute the noise, and what drafts need; None: NumPy and PyTorch do.
     """
 
-    def __init__(self, request: Request, noise: Callable[[int, int, int], Noise] = Noise) -> None:
+    def __init__(self, request: Request, kernels: Kernels | None = None) -> None:
         self.request = request
         self.params = request.params
-        self.policy = request.policy
+        self.method = request.method
         self.output = request.output
-        # the drafter of its policy, or None
-        drafters = [source for source in self.policy.sources if isinstance(source, Drafter)]
+        # the drafter of its method, or None
+        drafters = [source for source in self.method.sources if isinstance(source, Drafter)]
         self.drafter = drafters[0] if drafters else None
         self.arrival = next(_arrivals)
-        sources = [source.name for source in request.policy.sources]
+        sources = [source.name for source in self.method.sources]
         if sources and request.sampler.grammar is not None:
             sources.append(GRAMMAR)
         self.statistics = Statistics(sources={name: SourceCount() for name in sources})
@@ -112,13 +116,18 @@ class SequenceState:
         else:
             self.seed = int(self.params.seed)
             choice = request.choice
-        choice_seed = self.seed + choice * CHOICE
+        choice_seed = self.seed + choice * CHOICE_SEED
         self.generator = torch.Generator()
         self.generator.manual_seed(choice_seed % 2**64)
-        self.drafting = torch.Generator()
-        self.drafting.manual_seed((choice_seed ^ DRAFTING) % 2**64)
+        draft_generator = torch.Generator()
+        draft_generator.manual_seed((choice_seed ^ DRAFT_SEED) % 2**64)
         coupled = not self.params.greedy and self.params.coupling == COUPLED
-        self.noise = noise(self.seed, choice, request.sampler.vocab_size) if coupled else None
+        vocab_size = request.sampler.vocab_size
+        self.noise: Noise | None = None
+        if coupled and kernels is not None:
+            self.noise = NativeNoise(kernels, self.seed, choice, vocab_size)
+        elif coupled:
+            self.noise = Noise(self.seed, choice, vocab_size)
         # how its tokens are drawn, where that takes their logits alone
         self.draws: Draws | None = None
         if coupled and not self.params.filters and not self.params.adjusts_logits:
@@ -127,11 +136,12 @@ class SequenceState:
             self.ids,
             torch.empty(0),
             self.params.temperature,
-            self.drafting,
+            draft_generator,
             noise=self.noise,
             filters=self.params if self.params.filters else None,
             grammar=request.sampler.grammar,
             tenant=request.tenant,
+            kernels=kernels,
         )
 
     @property
@@ -183,13 +193,13 @@ class SequenceState:
     @property
     def draft_state(self) -> DrafterState | None:
         """What its drafter keeps of it, or None."""
-        return None if self.drafter is None else self.context.states.get(self.drafter.name)
+        return self.context.draft_state
 
     def begin(self, cache: SequenceCache) -> None:
         """Let the sources read the text so far. Keys and values go to `cache`."""
         self.cache = self.context.cache = cache
         self.times.began = self.times.began or time.perf_counter()
-        self.context.begin(self.policy.sources, self.request.shortlist)
+        self.context.begin(self.method.sources, self.request.shortlist)
         if (state := self.draft_state) is not None and state.used is not None:
             state.used = self.statistics.head = self.statistics.head or state.used
 

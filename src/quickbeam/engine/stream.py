@@ -36,7 +36,8 @@ class StreamEvents:
     """Wakes the thread that waits for a stream."""
 
     def __init__(self) -> None:
-        self.changed, self.ended = threading.Event(), threading.Event()
+        self.changed = threading.Event()
+        self.ended = threading.Event()
 
     def notify(self, sequences: Sequence[SequenceState]) -> None:
         if sequences[0].over:

@@ -1,6 +1,4 @@
-"""The table of methods: for each, what proposes its trees, its sources and its budget.
-
-What each method does is in `docs/guides/methods.md`.
+"""The table of methods.
 
 Importing it takes no torch: a method's module is imported when the method is made.
 """
@@ -30,53 +28,51 @@ if TYPE_CHECKING:
     from quickbeam.drafters.base import Drafter
     from quickbeam.methods.base import Method
 
-# the sources of candidates
-DRAFTER, NGRAM, LAST_LOGITS, ANSWERS = "drafter", "ngram", "last_logits", "answers"
-RECYCLING = "recycling"
-
 
 @dataclass(frozen=True)
 class Preset:
     """What `--method` names.
 
-    - `maker`: module and name of what makes the `Method` from its sources.
-    - `sources`: names of the sources that propose tokens.
-    - `budget`: the most nodes of a draft tree, the root included; 0: by the measured cost model.
+    - `maker`: module and name of what makes the `Method`. It is called with the drafter if
+      `uses_drafter`, else without arguments.
+    - `budget`: the most nodes of a draft tree, the root included; `auto`: by measured cost.
+    - `uses_drafter`: whether it drafts with the model's drafter.
     - `vocab`: what the drafter scores, one of `VOCABS` or `SHORTENED`.
     - `without`: the method that is used instead where there is no drafter.
     """
 
     maker: str
-    sources: tuple[str, ...]
-    budget: int = 0
+    budget: Budget
+    uses_drafter: bool = True
     vocab: str = FULL
     without: str | None = None
 
+    @property
+    def drafts(self) -> bool:
+        """Whether it drafts at all."""
+        return self.budget != 1
 
+
+# What each method does is in `docs/guides/methods.md`.
 METHODS = {
-    "ar": Preset("base.NoDraft", (), 1),
-    "pld": Preset("prompt_lookup.PromptLookup", (NGRAM,)),
-    "logitspec": Preset("logitspec.LogitSpec", (NGRAM, LAST_LOGITS, ANSWERS)),
-    "recycling": Preset("auto.Auto", (NGRAM, LAST_LOGITS, ANSWERS, RECYCLING)),
-    "dyspec": Preset("dyspec.DySpec", (DRAFTER,), 16),
-    "dyspec-printed": Preset("dyspec.printed", (DRAFTER,), 16),
-    "dyspec-threshold": Preset("dyspec.Threshold", (DRAFTER,), 16),
+    "ar": Preset("base.NoDraft", 1, uses_drafter=False),
+    "pld": Preset("prompt_lookup.PromptLookup", "auto", uses_drafter=False),
+    "logitspec": Preset("logitspec.LogitSpec", "auto", uses_drafter=False),
+    "recycling": Preset("auto.Auto", "auto", uses_drafter=False),
+    "dyspec": Preset("dyspec.DySpec", 16),
+    "dyspec-printed": Preset("dyspec.printed", 16),
+    "dyspec-threshold": Preset("dyspec.Threshold", 16),
     # 5 drafted tokens, as in other engines. Each costs a call of the drafter, and at an acceptance
     # rate of 0.6 the fifth is reached only 1 time in 10.
-    "chain": Preset("specinfer.chain", (DRAFTER,), 6),
-    "specinfer": Preset("specinfer.SpecInfer", (DRAFTER,), 16),
-    "sequoia": Preset("sequoia.Sequoia", (DRAFTER,), 16),
-    "eagle2": Preset("eagle2.Eagle2", (DRAFTER,), 16),
-    "ddtree": Preset("ddtree.DDTree", (DRAFTER,), 16),
-    "pctree": Preset("pctree.pctree", (DRAFTER,), 16),
-    "frspec": Preset("dyspec.DySpec", (DRAFTER,), 16, FREQUENCY),
-    "dynaspec": Preset("dynaspec.dynaspec", (DRAFTER,), 16, ROUTER),
-    "auto": Preset(
-        "auto.Auto",
-        (NGRAM, LAST_LOGITS, ANSWERS, RECYCLING, DRAFTER),
-        vocab=SHORTENED,
-        without="recycling",
-    ),
+    "chain": Preset("specinfer.chain", 6),
+    "specinfer": Preset("specinfer.SpecInfer", 16),
+    "sequoia": Preset("sequoia.Sequoia", 16),
+    "eagle2": Preset("eagle2.Eagle2", 16),
+    "ddtree": Preset("ddtree.DDTree", 16),
+    "pctree": Preset("pctree.pctree", 16),
+    "frspec": Preset("dyspec.DySpec", 16, vocab=FREQUENCY),
+    "dynaspec": Preset("dynaspec.dynaspec", 16, vocab=ROUTER),
+    "auto": Preset("auto.Auto", "auto", vocab=SHORTENED, without="recycling"),
 }
 
 
@@ -93,42 +89,31 @@ def preset(method: str) -> Preset:
     return METHODS[method]
 
 
-def stand_in(method: str, drafter: bool) -> str:
-    """Return the method to use: `method`, or without a `drafter` the one that stands in.
+def stand_in(method: str, has_drafter: bool) -> str:
+    """Return the method to use: `method`, or the one that stands in for it without a drafter.
 
-    Without one, raises `InvalidInput` for an unknown method, and for one that needs a drafter.
+    Raises `InvalidInput` for an unknown method, and without a drafter for one that needs it.
     """
-    if drafter:
+    named = preset(method)
+    if has_drafter or not named.uses_drafter:
         return method
-    needed = preset(method)
-    if needed.without is None and DRAFTER in needed.sources:
+    if named.without is None:
         raise InvalidInput(
             f"method {method!r} drafts with a model: name a smaller model, or a feature or block "
             "drafter, with --drafter (in Python: drafter=…)"
         )
-    return needed.without or method
+    return named.without
 
 
 def make_method(name: str, drafter: Drafter | None = None) -> Method:
-    """Return a new method of this name over new sources.
+    """Return a new method of this name. It drafts with `drafter` if it uses one.
 
     Raises as `stand_in` does.
     """
-    from quickbeam.drafters.last_logits import LastLogits
-    from quickbeam.drafters.ngram import Answers, Ngram
-    from quickbeam.drafters.recycling import Recycling
-
-    method_preset = preset(stand_in(name, drafter is not None))
-    sources = {
-        DRAFTER: drafter,
-        NGRAM: Ngram(),
-        LAST_LOGITS: LastLogits(),
-        ANSWERS: Answers(),
-        RECYCLING: Recycling(),  # what it learns is the method's, as its rates are
-    }
-    module, maker = method_preset.maker.split(".")
+    named = preset(stand_in(name, drafter is not None))
+    module, maker = named.maker.split(".")
     make = getattr(import_module(f"quickbeam.methods.{module}"), maker)
-    method: Method = make(*(sources[source] for source in method_preset.sources))
+    method: Method = make(drafter) if named.uses_drafter else make()
     return method
 
 
@@ -149,13 +134,12 @@ def check_options(options: LLMOptions) -> None:
             check_hub(name)
 
 
-def max_nodes(budget: Budget | None, method: str) -> int | None:
-    """Return the most nodes of a tree of `method`; None: by the measured budget.
+def tree_budget(budget: Budget | None, method: str) -> Budget:
+    """Return the most nodes of a tree of `method`; `auto`: by measured cost.
 
-    `budget`: what is asked for; None takes the method's own. Raises `InvalidInput`.
+    `budget`: what is asked for; None takes the method's own. A method that drafts nothing has its
+    own in any case. Raises `InvalidInput`.
     """
     budget = parse_budget(budget)
-    method_preset = preset(method)
-    if budget is None or not method_preset.sources:
-        return method_preset.budget or None
-    return None if budget == "auto" else budget
+    named = preset(method)
+    return budget if budget is not None and named.drafts else named.budget

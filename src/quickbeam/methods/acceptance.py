@@ -10,8 +10,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import NamedTuple
 
-EDGES = (0.1, 0.3, 0.6, 0.9)  # bounds between the classes of a drafter's probabilities
-CONFIDENCES = (0.5, 0.8)  # bounds between the classes of a drafter's confidence
+PROBABILITY_BOUNDS = (0.1, 0.3, 0.6, 0.9)  # bounds between the classes of a drafter's probabilities
+CONFIDENCE_BOUNDS = (0.5, 0.8)  # bounds between the classes of a drafter's confidence
 RANKS = 4  # ranks among siblings that are distinguished; the last stands for all further ones
 # Drafters are underconfident in their first choice. On our own questions, first children of
 # probability 0.37 were accepted in 0.55 of the cases at temperature 0, in 0.52 at 0.6 and in 0.42
@@ -34,7 +34,9 @@ AGREEMENT_ODDS = 4.0
 
 # What the drafter's answer says of a token that another source proposed: it was not asked; the
 # token is its first choice; another token is.
-NOT_ASKED, FIRST_CHOICE, OTHER_CHOICE = range(3)
+NOT_ASKED = 0
+FIRST_CHOICE = 1
+OTHER_CHOICE = 2
 
 
 class CandidateFeatures(NamedTuple):
@@ -80,8 +82,14 @@ def drafted_features(
     `DraftProbs`.
     """
     prior = probability if rank else 1 - (1 - probability) ** LIFT
-    kind = "drafted" if confidence is None else f"drafted {bisect_right(CONFIDENCES, confidence)}"
-    return CandidateFeatures((kind, min(rank, RANKS - 1), bisect_right(EDGES, probability)), prior)
+    kind = (
+        "drafted"
+        if confidence is None
+        else f"drafted {bisect_right(CONFIDENCE_BOUNDS, confidence)}"
+    )
+    return CandidateFeatures(
+        (kind, min(rank, RANKS - 1), bisect_right(PROBABILITY_BOUNDS, probability)), prior
+    )
 
 
 def drawn_features(
@@ -98,7 +106,7 @@ def drawn_features(
     """
     prior = (0.28 + 0.35 * probability + 0.3 * probability**4) / (rank + 1)
     return CandidateFeatures(
-        ("drawn", min(rank, RANKS - 1), bisect_right(EDGES, probability)), prior
+        ("drawn", min(rank, RANKS - 1), bisect_right(PROBABILITY_BOUNDS, probability)), prior
     )
 
 
@@ -120,8 +128,8 @@ def recycled_features(rank: int, probability: float, pair: bool) -> CandidateFea
     """
     _, prior = drafted_features(rank, probability)
     kind = f"recycled {'pair' if pair else 'token'} {min(rank, RANKS - 1)}"
-    known = PAIR_RATE if pair else TOKEN_RATE
-    return CandidateFeatures((kind, bisect_right(EDGES, probability), NOT_ASKED), known * prior)
+    group = (kind, bisect_right(PROBABILITY_BOUNDS, probability), NOT_ASKED)
+    return CandidateFeatures(group, (PAIR_RATE if pair else TOKEN_RATE) * prior)
 
 
 class AcceptanceModel:
@@ -129,7 +137,9 @@ class AcceptanceModel:
 
     TRUST = 8.0  # how many accepted tokens the first guess counts for in each class
     MEMORY = 512  # observations of a class after which one has lost most of its weight
-    CALL_TRUST, CALL_MEMORY = 4.0, 64  # the same of calls, in trees
+    # the same of calls, in trees
+    CALL_TRUST = 4.0
+    CALL_MEMORY = 64
     ACCEPTED = 0.6  # accepted tokens for each node that is reached and was asked about, at first
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Our own method: one tree of free candidates (`methods/free.py`) and of a drafter's, if any.
+"""Our own method: one tree of free candidates (`methods/free.py`) and of a drafter's.
 
 All compete in one best-first search. Merging n-grams and last logits with a drafter's candidates by
 calibrated value is ours. They cost nodes but no call. Where the text repeats itself for long, the
@@ -7,9 +7,10 @@ drafter is not asked at all.
 
 from __future__ import annotations
 
+from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import Context, Drafter
 from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Answers, Ngram
+from quickbeam.drafters.ngram import Ngram
 from quickbeam.drafters.recycling import Recycling
 from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Method, ProposalSteps
@@ -22,21 +23,13 @@ class Auto(Method):
 
     uses_cost_model = True
 
-    def __init__(
-        self,
-        ngram: Ngram,
-        last_logits: LastLogits,
-        answers: Answers,
-        recycling: Recycling,
-        drafter: Drafter | None = None,
-    ) -> None:
+    def __init__(self, drafter: Drafter | None = None) -> None:
         self.drafter = drafter
-        self.last_logits = last_logits
-        self.answers = answers
-        self.recycling = recycling
-        self.sources = (ngram, last_logits, answers, recycling)
-        if drafter is not None:
-            self.sources = (*self.sources, drafter)
+        self.last_logits = LastLogits()
+        self.answers = Answers()
+        self.recycling = Recycling()
+        free = (Ngram(), self.last_logits, self.answers, self.recycling)
+        self.sources = free if drafter is None else (drafter, *free)
         self.model = AcceptanceModel()
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:

@@ -24,7 +24,7 @@ import torch
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.drafters.largest import largest
-from quickbeam.noise import Array, Row
+from quickbeam.noise import Array, NoisePosition, Row
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import draw
 from quickbeam.tree import TokenTree
@@ -157,15 +157,19 @@ def likeliest_children(
     """
     min_probs = min_probs or [0.0] * len(distributions.values)
     if context.noise is None:
-        rows = largest(distributions.values, count, min_probs, distributions.tokens)
+        rows = largest(
+            distributions.values, count, min_probs, distributions.tokens, context.kernels
+        )
     else:
         values = distributions.values.cpu()
         tokens = None if distributions.tokens is None else distributions.tokens.cpu()
         unlikely = [0.0] * len(values)
         if context.filters is not None:
             unlikely = [MARGIN * ruled_out_below(q, context.filters) for q in values.numpy()]
-        positions = [len(context.ids) + depth for depth in depths]
-        noise_positions = list(zip(positions, unlikely, min_probs, strict=True))
+        noise_positions = [
+            NoisePosition(len(context.ids) + depth, least, least_after)
+            for depth, least, least_after in zip(depths, unlikely, min_probs, strict=True)
+        ]
         rows = context.noise.perturb(values, tokens, noise_positions, context.temperature, count)
     for i, token in distributions.forced.items():
         rows[i] = [token], [1.0]
@@ -177,7 +181,8 @@ def ruled_out_below(q: Array, filters: SamplingParams) -> float:
 
     By `q`, at temperature 1. Tokens below `NEGLIGIBLE` times the likeliest one's don't count.
     """
-    likely = np.sort(q[q > NEGLIGIBLE * q.max()].astype(np.float64))[::-1]
+    likely = q[q > NEGLIGIBLE * q.max()].astype(np.float64)
+    likely = np.sort(likely)[::-1]
     if not len(likely):
         return 0.0
     likely = likely[: filters.top_k or None]

@@ -91,7 +91,8 @@ def _answer(
     if distributions is None:
         if next_nodes and not forced:
             return None
-        return DraftProbs(torch.zeros(count, 1), torch.zeros(1, dtype=torch.long), 1, forced)
+        nothing = torch.zeros(count, 1)
+        return DraftProbs(nothing, torch.zeros(1, dtype=torch.long), vocab=1, forced=forced)
     masked = _masked(distributions, list(free.values()))
     rows = torch.tensor(list(free), device=masked.device)
     values = masked.new_zeros(count, masked.shape[1]).index_copy_(0, rows, masked)
@@ -115,7 +116,9 @@ def _not_asked(tree: TokenTree, nodes: Sequence[int], asked: Collection[int]) ->
             path.append(parent)
             parent = tree.parent[parent]
         paths.append(path[::-1])
-    return [sorted({node for node in call if node is not None}) for call in zip_longest(*paths)]
+    # a call for the nodes of each depth; a shorter path has None there
+    by_depth = zip_longest(*paths)
+    return [sorted({node for node in nodes if node is not None}) for nodes in by_depth]
 
 
 def _masked(distributions: DraftProbs, rows: Sequence[AllowedTokens]) -> torch.Tensor:
@@ -127,4 +130,5 @@ def _masked(distributions: DraftProbs, rows: Sequence[AllowedTokens]) -> torch.T
     if distributions.tokens is not None:
         banned = banned[:, distributions.tokens.cpu()]
     values = distributions.values.masked_fill(banned.to(distributions.values.device), 0.0)
-    return values / values.sum(-1, keepdim=True).clamp_(min=torch.finfo(values.dtype).tiny)
+    sums = values.sum(-1, keepdim=True)
+    return values / sums.clamp_(min=torch.finfo(values.dtype).tiny)

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.methods.base import Method, Proposal, ProposalSteps
 from quickbeam.methods.children import likeliest_children
 from quickbeam.noise import Row
 from quickbeam.tree import TokenTree
+
+
+class Candidate(NamedTuple):
+    """An entry of the heap: the token of this rank after `parent`."""
+
+    minus_value: float
+    depth: int  # of the parent
+    parent: int
+    rank: int
 
 
 class DDTree(Method):
@@ -33,7 +43,7 @@ class DDTree(Method):
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         marginals = yield from self._marginals(context, budget - 1, max_depth)
         tree = TokenTree(context.ids[-1])
-        heap = list[tuple[float, int, int, int]]()  # of -value, depth of the parent, parent, rank
+        heap = list[Candidate]()
 
         def row(node: int) -> Row:
             """Return the tokens that may follow a node, with their probabilities."""
@@ -46,19 +56,26 @@ class DDTree(Method):
             tokens, probabilities = row(parent)
             if rank < len(tokens) and tree.depth[parent] < max_depth:
                 value = tree.value[parent] * probabilities[rank]
-                heappush(heap, (-value, tree.depth[parent], parent, rank))
+                heappush(heap, Candidate(-value, tree.depth[parent], parent, rank))
 
         push(0, 0)
         while heap and len(tree) < budget:
-            value, _, parent, rank = heappop(heap)
+            best = heappop(heap)
+            parent = best.parent
+            rank = best.rank
             tokens, probabilities = row(parent)
             path = tree.tokens(parent)
             push(parent, rank + 1)
             # on other paths than the likeliest a grammar may ban the token
             if context.within(path, tokens[rank : rank + 1]):
-                name = self.drafter.name if context.forced(path) is None else GRAMMAR
-                probability = probabilities[rank]
-                node = tree.add(parent, tokens[rank], name, -value, probability=probability)
+                source = self.drafter.name if context.forced(path) is None else GRAMMAR
+                node = tree.add(
+                    parent,
+                    tokens[rank],
+                    source,
+                    value=-best.minus_value,
+                    probability=probabilities[rank],
+                )
                 push(node, 0)
         return Proposal(tree)
 

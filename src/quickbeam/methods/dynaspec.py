@@ -7,7 +7,7 @@ In the paper's order, with the places where each step is:
    Rows of a cluster lie together (`drafters/shortlist/layout.py`). The most frequent tokens are a
    block of their own that is always scored.
 2. *Router*. A two-layer MLP reads the hidden state and the embedding of the token, which are known
-   before the drafter's layer has run, and scores the clusters (`drafters/shortlist/native.py`).
+   before the drafter's layer has run, and scores the clusters (`drafters/shortlist/router.py`).
 3. *Top-k*. The best clusters are scored (`Shortlist.choose`). The paper takes fewer at deeper
    positions, since early misses compound. Here a cluster is worth its probabilities summed over all
    nodes of a call, so a call with few nodes has more room for each.

@@ -76,13 +76,14 @@ def sampled_tree(
 
     heap = [slot(1.0, 0)] if max_depth > 0 else []
     while heap and len(tree) < budget:
-        _, v, node, answered = heap[0]
+        v = heap[0].v
+        node = heap[0].node
         if node not in children:
             free = budget - len(tree)
             best = [entry.node for entry in sorted(heap)[:free] if entry.node not in children]
             answer = yield from ask(context, tree, best, free)
             children.update(zip(best, answer, strict=True))
-        if not answered:
+        if not heap[0].answered:
             heapreplace(heap, slot(v, node))
             continue
         heappop(heap)
@@ -205,6 +206,5 @@ class Threshold(Method):
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         threshold = self.threshold or 1 / budget
-        return Proposal(
-            (yield from threshold_tree(self.drafter, context, budget, max_depth, threshold))
-        )
+        tree = yield from threshold_tree(self.drafter, context, budget, max_depth, threshold)
+        return Proposal(tree)

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
+from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs
 from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import MAX_N, Answers, Ngram, NgramIndex
+from quickbeam.drafters.ngram import MAX_N, Ngram, NgramIndex
 from quickbeam.drafters.recycling import Recycled, Recycling
 from quickbeam.methods.acceptance import (
     GUESSED,

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
+from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import MAX_N, Answers, Ngram, NgramIndex
+from quickbeam.drafters.ngram import MAX_N, Ngram, NgramIndex
 from quickbeam.drafters.texts import AGREED
 from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Method, ProposalSteps, without_calls
 from quickbeam.methods.free import FreeCandidates, free_tree
-from quickbeam.methods.prompt_lookup import graft
 from quickbeam.tree import TokenTree
 
 CHAIN = 20  # the most tokens of the chain
@@ -38,28 +38,24 @@ class LogitSpec(Method):
       that token, as a guess of the one after the root. Then comes what followed the longest match
       ending in (root, guess), or in the guess alone. A branch has 4, 3 or 1 tokens in all, by rank.
 
-    The paper spends 64 nodes, and the chain goes first. With fewer it would leave little to the
-    guesses. So here it at first gets only 3 tokens for each matched token, and after each branch as
-    many further tokens as the branch added. A smaller tree is the beginning of a larger one. Nodes
-    that two drafts share are added once.
+    The paper spends 64 nodes, and the chain goes first. With fewer nodes that would leave little to
+    the guesses. So here the chain at first gets only 3 tokens for each matched token, and after
+    each branch as many further tokens as the branch added. A smaller tree is the beginning of a
+    larger one. Nodes that two drafts share are added once.
 
-    Where a finished text agrees with this one's end for longer, the chain is how that went on.
+    If a finished text agrees with more of this text's end than this text's own match does, the
+    chain is the continuation of the finished text.
 
-    That is for a fixed budget, and its nodes carry no value. Where nodes have costs, the
-    same sources compete by their acceptance rates, as in `auto` (`methods/free.py`).
+    This rule is for a fixed budget, and its nodes carry no value. Where nodes have costs, the same
+    sources compete by their acceptance rates, as in `auto` (`methods/free.py`).
     """
 
     uses_cost_model = True
 
-    def __init__(
-        self,
-        ngram: Ngram,
-        last_logits: LastLogits,
-        answers: Answers = Answers(),  # noqa: B008
-    ) -> None:
-        self.last_logits = last_logits
-        self.answers = answers
-        self.sources = (ngram, last_logits, answers)
+    def __init__(self) -> None:
+        self.last_logits = LastLogits()
+        self.answers = Answers()
+        self.sources = (Ngram(), self.last_logits, self.answers)
         self.model = AcceptanceModel()
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
@@ -76,7 +72,7 @@ class LogitSpec(Method):
         tail = context.ids[-MAX_N:]
 
         def add(node: int, tokens: Iterable[int], source: str) -> int:
-            return graft(tree, node, tokens, source, budget, max_depth)
+            return tree.add_path(node, tokens, source, budget, max_depth)
 
         # the beginning of the chain
         tokens = list[int]()

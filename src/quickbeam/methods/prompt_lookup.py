@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.ngram import MAX_N, Ngram
 from quickbeam.methods.acceptance import AcceptanceModel
@@ -14,34 +12,17 @@ from quickbeam.tree import TokenTree
 LENGTH = 10  # tokens of the chain, as in transformers (`num_output_tokens`)
 
 
-def graft(
-    tree: TokenTree, node: int, tokens: Iterable[int], source: str, budget: int, max_depth: int
-) -> int:
-    """Add tokens below `node` as a path and return the path's last node.
-
-    Nodes that already hold the same tokens are shared, whoever proposed them. The path ends early
-    when the budget is used up or the largest depth is reached.
-    """
-    for token in tokens:
-        child = tree.child(node, token)
-        if child is None:
-            if len(tree) >= budget or tree.depth[node] >= max_depth:
-                break
-            child = tree.add(node, token, source)
-        node = child
-    return node
-
-
 class PromptLookup(Method):
     """Drafts what followed the newest occurrence of the longest n-gram that ends in the root.
 
-    It drafts `LENGTH` tokens at most; where nodes have costs, those that are worth them.
+    It drafts at most `LENGTH` tokens. Where nodes have costs, it drafts the tokens that are worth
+    theirs.
     """
 
     uses_cost_model = True
 
-    def __init__(self, ngram: Ngram) -> None:
-        self.sources = (ngram,)
+    def __init__(self) -> None:
+        self.sources = (Ngram(),)
         self.model = AcceptanceModel()
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
@@ -53,5 +34,5 @@ class PromptLookup(Method):
         wanted = min(LENGTH, budget - 1, max_depth)
         if match and wanted > 0:
             tokens = context.within((), index.continuation(match, wanted))
-            graft(tree, 0, tokens, Ngram.name, budget, max_depth)
+            tree.add_path(0, tokens, Ngram.name, budget, max_depth)
         return without_calls(tree)

@@ -106,8 +106,8 @@ class Search:
     def rank(self) -> None:
         """Choose `best` anew from all candidates.
 
-        Paths no likelier than `_next_node_cost` add no node. They can still replace a less likely
-        path.
+        A path whose value is at most `_next_node_cost` adds no node. It can still replace a less
+        likely path.
         """
         self.candidates.sort(key=lambda candidate: (-candidate.value, candidate.number))
         self.best = self.candidates[: self.size]
@@ -166,15 +166,15 @@ class Search:
     def worth(self, candidate: Candidate) -> float:
         """Return the probability that asking about `candidate` is of use.
 
-        That is that it is reached, and that none of the children it has is accepted. It is 0 if a
-        grammar leaves no choice.
+        Asking is of use if verification reaches the candidate and does not accept the likeliest of
+        the children that it has already. (The others are guesses among which the drafter chooses.)
+        The probability is 0 if a grammar leaves no choice.
         """
         if self.context.forced(candidate.path) is not None:
             return 0.0
         entered = 0.0
         if not self.wide:
-            import os
-            entered = (max if os.environ.get('V1','1')=='1' else sum)([0.0]+[child.rate for child in candidate.children.values()])
+            entered = max((child.rate for child in candidate.children.values()), default=0.0)
         return candidate.value * max(0.0, 1 - entered)
 
     def to_ask(self) -> list[Candidate]:
@@ -254,7 +254,7 @@ class Search:
     def _correct_children(self, parent: Candidate, row: Row, confidence: float | None) -> float:
         """Correct the rates of the children that `parent` has by the drafter's answer.
 
-        Returns by what the rates of the drafter's other tokens are multiplied.
+        Returns the factor for the rates of the drafter's other tokens.
         """
         tokens, probabilities = row
         drafter_sum = 0.0
@@ -276,6 +276,10 @@ class Search:
             child.revalue(max(drafter_rate, free_rate))
             rate_sum += child.rate
         return max(0.0, 1 - rate_sum) / max(1e-6, 1 - drafter_sum)
+
+    def drafted(self, node: int) -> bool:
+        """Whether the drafter proposed this node of `tree`, alone or with another source."""
+        return node <= len(self.best) and self.best[node - 1].probability is not None
 
     def tree(self) -> TokenTree:
         """Return the tree of the root and `best`: node i is `best[i - 1]`."""
@@ -324,7 +328,7 @@ def best_first(search: Search, add_free: Callable[[Search], None] = Search.rank)
     def learn(tree: TokenTree, path: Sequence[int]) -> None:
         observe(search, tree, path)
         if search.costed and asked:
-            added = sum(search.wide or tree.source[node]==search.name or (__import__('os').environ.get('V2','1')=='1' and node <= len(search.best) and search.best[node - 1].probability is not None) for node in path[1:])
+            added = sum(search.wide or search.drafted(node) for node in path[1:])
             search.model.observe_calls(added, asked)
 
     return Proposal(search.tree(), learn)

@@ -19,7 +19,7 @@ Shape = list[list[int]]  # the children of each node, numbered layer by layer fr
 
 # Acceptance rates of the i-th child if nothing was measured. The first is accepted 6 times in 10.
 # That all of the first k are rejected then falls as a power of k, as Sequoia's analysis assumes.
-GENERIC = tuple(0.4 * ((k - 1) ** -0.5 - k**-0.5) if k > 1 else 0.6 for k in range(1, 9))
+GENERIC = (0.6, *(0.4 * ((k - 1) ** -0.5 - k**-0.5) for k in range(2, 9)))
 
 
 class Shapes:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.shortlist.native import Router, RouterConfig, normed
+from quickbeam.drafters.shortlist.router import Router, RouterConfig, normed
 from quickbeam.errors import QuickbeamError
 from quickbeam.train.places import Places
 

@@ -20,7 +20,7 @@ from quickbeam.drafters.eagle_files import load_eagle
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.layouts import BLOCK, is_kind
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.native import Router
+from quickbeam.drafters.shortlist.router import Router
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
 from quickbeam.models.weights.formats import pick_device

@@ -70,10 +70,9 @@ def block_logits(
         )
         total = tl.dot(x, w, total, input_precision="ieee")
     total = tl.where(live[None, :], total, float("-inf"))
-    place = out + node[:, None] * out_stride + slot * size + column[None, :]
-    tl.store(
-        place, total.to(out.dtype.element_ty), mask=(node < n)[:, None] & (column < size)[None, :]
-    )
+    target = out + node[:, None] * out_stride + slot * size + column[None, :]
+    written = (node < n)[:, None] & (column < size)[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=written)
 
 
 class FusedHead:
@@ -87,35 +86,52 @@ class FusedHead:
     def __init__(self, weight: torch.Tensor, layout: Layout, most: int) -> None:
         if weight.dtype is torch.bfloat16 and not weight.is_cuda:
             raise InvalidInput("Triton's interpreter can't multiply bfloat16: use float32")
-        self.layout, self.most = layout, most
+        self.layout = layout
+        self.most = most
         self.weight = weight[layout.order.to(weight.device)].contiguous()
         self.always = -(-layout.frequent // layout.size)
         # the tokens of each slot; the last slot is for padding and has none
         table = torch.zeros(self.always + layout.clusters + 1, layout.size, dtype=torch.int64)
         table.view(-1)[: layout.frequent] = layout.order[: layout.frequent]
-        begin, rest = self.always * layout.size, layout.order[layout.frequent :]
-        table.view(-1)[begin : begin + len(rest)] = rest
+        first = self.always * layout.size
+        in_clusters = layout.order[layout.frequent :]
+        table.view(-1)[first : first + len(in_clusters)] = in_clusters
         self.table = table.to(weight.device)
         self.fixed = torch.arange(self.always, device=weight.device)
 
     def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> Scores:
-        layout, n = self.layout, len(h)
+        layout = self.layout
+        n = len(h)
         chosen = self.fixed.new_full((self.most,), -1)
         chosen[: len(clusters)] = clusters
         slots = torch.cat([self.fixed, torch.where(chosen < 0, -1, chosen + self.always)])
         out = h.new_empty(n, len(slots) * layout.size)
         if out.numel():
-            h = h.contiguous()
-            tile = {
-                "N": min(64, max(16, triton.next_power_of_2(n))),
-                "S": min(64, max(16, triton.next_power_of_2(layout.size))),
-                "D": 64,
-            }
-            grid = (len(slots), triton.cdiv(layout.size, tile["S"]), triton.cdiv(n, tile["N"]))
-            sizes = layout.size, self.always, layout.frequent, len(layout.order)
-            numbers = n, h.shape[1], *sizes, h.stride(0), out.stride(0)
-            with torch.cuda.device(h.device) if h.is_cuda else nullcontext():
-                block_logits[grid](
-                    h, self.weight, chosen, out, *numbers, **tile, enable_fp_fusion=True
-                )
+            self._launch(h.contiguous(), chosen, out, len(slots))
         return Scores(out, self.table[slots].flatten())
+
+    def _launch(self, h: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor, slots: int) -> None:
+        layout = self.layout
+        n, d = h.shape
+        node_tile = min(64, max(16, triton.next_power_of_2(n)))
+        row_tile = min(64, max(16, triton.next_power_of_2(layout.size)))
+        grid = (slots, triton.cdiv(layout.size, row_tile), triton.cdiv(n, node_tile))
+        with torch.cuda.device(h.device) if h.is_cuda else nullcontext():
+            block_logits[grid](
+                h,
+                self.weight,
+                chosen,
+                out,
+                n,
+                d,
+                layout.size,
+                self.always,
+                layout.frequent,
+                len(layout.order),
+                h.stride(0),
+                out.stride(0),
+                N=node_tile,
+                S=row_tile,
+                D=64,
+                enable_fp_fusion=True,
+            )

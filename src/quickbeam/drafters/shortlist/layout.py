@@ -57,9 +57,10 @@ class Layout:
 
     def scored(self, clusters: torch.Tensor) -> torch.Tensor:
         """Return the token ids of the frequent block and of `clusters` `[k]`, one after another."""
-        places = self.frequent + clusters.cpu()[:, None] * self.size + torch.arange(self.size)
-        inside = places[places < len(self.order)]  # the last cluster may have fewer
-        return self.order[torch.cat([torch.arange(self.frequent), inside])]
+        first = self.frequent + clusters.cpu() * self.size
+        in_clusters = (first[:, None] + torch.arange(self.size)).flatten()
+        in_clusters = in_clusters[in_clusters < len(self.order)]  # the last may have fewer
+        return self.order[torch.cat([torch.arange(self.frequent), in_clusters])]
 
     def within(self, size: int) -> tuple[Layout, int]:
         """Return a layout of which `size` tokens are scored, and how many clusters these hold.

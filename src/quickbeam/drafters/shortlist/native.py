@@ -1,101 +1,19 @@
-"""The router (DynaSpec, 2510.13847) and, in the native kernels, the head over blocks of a layout.
-
-The router runs before the drafter's layer has run.
-"""
+"""The head over blocks of a layout in the native kernels, and the context's rows beside it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK, plain_rows
 from quickbeam.models.native.program import Program
-from quickbeam.models.native.quantised import BFLOAT16, INT8, Packer
-
-EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class RouterConfig:
-    """The shape of a router."""
-
-    hidden_size: int
-    embed_size: int
-    width: int
-    clusters: int
-
-
-class Router(nn.Module):
-    """A two-layer MLP that gives each cluster a score.
-
-    It reads what goes into the drafter's layer: the hidden state of the row before, and the
-    embedding of the token. Each of these is RMS-normed, without weights. `forward` is the plain
-    product; `NativeRouter` is the same in the native kernels.
-    """
-
-    def __init__(self, config: RouterConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.up = nn.Linear(config.hidden_size + config.embed_size, config.width)
-        self.down = nn.Linear(config.width, config.clusters)
-
-    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Return the scores `[..., clusters]` as float32 logits.
-
-        `hidden`: `[..., hidden_size]`. `embedded`: `[..., embed_size]`.
-        """
-        x = normed(hidden, embedded).to(self.up.weight.dtype)
-        return self.down(F.silu(self.up(x))).float()  # type: ignore[no-any-return]
-
-
-def normed(hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-    """Return both inputs concatenated, each divided by its root mean square, in float32."""
-    parts = [F.rms_norm(part.float(), (part.shape[-1],), eps=EPS) for part in (hidden, embedded)]
-    return torch.cat(parts, -1)
-
-
-class NativeRouter:
-    """A router in the native kernels: the packed weights of a `Router`. It is called as that.
-
-    `name`: as of `NativeHead`.
-    """
-
-    def __init__(self, router: Router, kernels: Kernels, name: str | None = None) -> None:
-        config = router.config
-        self._clusters, program = config.clusters, Program(kernels)
-        odd = config.width % 2  # an odd width is padded with one unit that stays 0
-        up_weight = F.pad(router.up.weight.detach(), (0, 0, 0, odd))
-        down_weight = F.pad(router.down.weight.detach(), (0, odd))
-        bias = F.pad(router.up.bias.detach(), (0, odd))
-        up = Packer(kernels, name or rows_format(up_weight)).pack([up_weight], bias)
-        packer = Packer(kernels, name or rows_format(down_weight))
-        down = packer.pack([down_weight], router.down.bias)
-        hidden = program.external("hidden", config.hidden_size, True)
-        embedded = program.external("embedded", config.embed_size, True)
-        both = program.buffer(config.hidden_size + config.embed_size)
-        middle = program.buffer(up.outputs)
-        program.norm(hidden, both, None, EPS)
-        program.norm(embedded, both, None, EPS, column=config.hidden_size)
-        program.linear(up, both, middle, library.ACTIVATE)
-        program.linear(down, middle, program.external("scores", config.clusters, True))
-        self._program = program
-
-    def __call__(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Return the scores `[n, clusters]` float32. See `Router.forward`."""
-        scores = torch.empty(len(hidden), self._clusters)
-        rows = {"hidden": hidden, "embedded": embedded}
-        given = {name: part.float().contiguous() for name, part in rows.items()}
-        self._program.run(plain_rows(len(hidden)), given | {"scores": scores})
-        return scores
+from quickbeam.models.native.quantised import BFLOAT16, INT8, Packed, Packer
 
 
 def rows_format(weight: torch.Tensor) -> str:
@@ -103,16 +21,21 @@ def rows_format(weight: torch.Tensor) -> str:
 
     It is 8 bits, as a wrong draft costs only its time, or bfloat16 where some number is not finite.
     """
-    ends = torch.stack(weight.aminmax())  # both NaN if any is; a copy of a head would be large
-    return INT8 if bool(ends.isfinite().all()) else BFLOAT16
+    extremes = torch.stack(weight.aminmax())  # NaN if any number is; a copy of a head is large
+    return INT8 if bool(extremes.isfinite().all()) else BFLOAT16
 
 
 class Prepared(NamedTuple):
-    """What calls that score the same part of the vocabulary share."""
+    """What calls that score the same clusters and context share.
 
-    blocks: npt.NDArray[np.int64]  # which blocks of 16 outputs
-    tokens: torch.Tensor  # [s] int64, the token of each column
-    # [m], of the context's columns, the last: -inf for tokens that a block holds, else 0; or None
+    - `blocks`: which blocks of 16 outputs the kernels compute.
+    - `tokens`: `[s]` int64, the token of each column.
+    - `bias`: `[m]`, of the context's columns, which are the last: -inf for tokens that stand in
+      another column, too, else 0. None where no column is the context's.
+    """
+
+    blocks: npt.NDArray[np.int64]
+    tokens: torch.Tensor
     bias: torch.Tensor | None
 
 
@@ -127,34 +50,45 @@ class NativeHead:
         self, weight: torch.Tensor, layout: Layout, kernels: Kernels, name: str | None = None
     ) -> None:
         packer = Packer(kernels, name or rows_format(weight))
-        frequent, rest = layout.order[: layout.frequent], layout.order[layout.frequent :]
-        self._first = -(-layout.frequent // BLOCK)  # blocks of 16 outputs before the clusters'
-        self._each = torch.arange(-(-layout.size // BLOCK))  # blocks of a cluster
-        clusters = F.pad(rest, (0, -len(rest) % layout.size), value=-1)
-        clusters = clusters.view(layout.clusters, layout.size)
-        clusters = F.pad(clusters, (0, len(self._each) * BLOCK - layout.size), value=-1)
-        frequent = F.pad(frequent, (0, -layout.frequent % BLOCK), value=-1)
-        tokens = torch.cat([frequent, clusters.flatten()])
+        self._frequent_blocks = -(-layout.frequent // BLOCK)
+        self._blocks_of_cluster = -(-layout.size // BLOCK)
+        tokens = self._padded_tokens(layout)  # -1 for padding
         bias = torch.zeros(len(tokens)).masked_fill_(tokens < 0, -torch.inf)
         tokens.clamp_(min=0)
-        self._packed = packer.pack([weight.detach()[tokens]], bias)
         self._tokens = tokens.view(-1, BLOCK)
-        self._alone, self._beside = Program(kernels), Program(kernels)
-        for program in (self._alone, self._beside):
-            h, logits = (
-                program.external("h", self._packed.inputs),
-                program.external("logits", 0, True),
-            )
-            program.selected_blocks(self._packed, h, logits)
-        # a placeholder: `score` points the operation at the context's rows
-        self._beside.linear(packer.pack([weight[:1]], torch.zeros(1)), h, logits)
-        # what `prepare` gives for no cluster: the frequent tokens alone
-        self.listed = self.prepare(torch.empty(0, dtype=torch.int64))
+        self._packed = packer.pack([weight.detach()[tokens]], bias)
+        self._without_context = self._program(kernels)
+        # `score` points the operation on this row at the context's rows
+        placeholder = packer.pack([weight[:1]], torch.zeros(1))
+        self._with_context = self._program(kernels, placeholder)
+        self.only_frequent = self.prepare(torch.empty(0, dtype=torch.int64))
+
+    def _program(self, kernels: Kernels, row: Packed | None = None) -> Program:
+        """Return the product with selected blocks, and with a `row` if there is one."""
+        program = Program(kernels)
+        h = program.external("h", self._packed.inputs)
+        logits = program.external("logits", 0, True)
+        program.selected_blocks(self._packed, h, logits)
+        if row is not None:
+            program.linear(row, h, logits)
+        return program
+
+    def _padded_tokens(self, layout: Layout) -> torch.Tensor:
+        """Return the tokens of all outputs, -1 for padding."""
+        frequent = F.pad(layout.order[: layout.frequent], (0, -layout.frequent % BLOCK), value=-1)
+        others = layout.order[layout.frequent :]
+        clusters = F.pad(others, (0, -len(others) % layout.size), value=-1)
+        clusters = clusters.view(layout.clusters, layout.size)
+        padding = self._blocks_of_cluster * BLOCK - layout.size
+        clusters = F.pad(clusters, (0, padding), value=-1)
+        return torch.cat([frequent, clusters.flatten()])
 
     def prepare(self, clusters: torch.Tensor) -> Prepared:
         """Return what a call needs that scores the frequent tokens and `clusters`, `[k]` int64."""
-        chosen = self._first + clusters[:, None] * len(self._each) + self._each
-        blocks = torch.cat([torch.arange(self._first), chosen.flatten()])
+        in_cluster = torch.arange(self._blocks_of_cluster)
+        first = self._frequent_blocks + clusters * self._blocks_of_cluster
+        chosen = first[:, None] + in_cluster
+        blocks = torch.cat([torch.arange(self._frequent_blocks), chosen.flatten()])
         return Prepared(blocks.numpy(), self._tokens[blocks].flatten(), None)
 
     def score(
@@ -164,45 +98,63 @@ class NativeHead:
 
         `h`: `[n, d]` bfloat16. `rows`: where the context's rows are, if it has any.
         """
-        width, bias = len(prepared.tokens), prepared.bias
-        columns, logits = len(prepared.blocks) * BLOCK, torch.empty(len(h), width)
-        if width:
-            program = self._alone if bias is None else self._beside
-            program.set(0, target_stride=width)
-            if bias is not None and rows is not None:
-                given = {"weight": rows.address, "bias": bias.data_ptr(), "outputs": len(bias)}
-                program.set(1, target_stride=width, target_offset=columns, **given)
-            program.run(
-                plain_rows(len(h)), {"h": h.contiguous(), "logits": logits}, blocks=prepared.blocks
+        width = len(prepared.tokens)
+        logits = torch.empty(len(h), width)
+        if not width:
+            return logits
+        bias = prepared.bias
+        program = self._without_context if bias is None else self._with_context
+        program.set(0, target_stride=width)
+        if bias is not None and rows is not None:
+            program.set(
+                1,
+                weight=rows.address,
+                bias=bias.data_ptr(),
+                outputs=len(bias),
+                target_stride=width,
+                target_offset=len(prepared.blocks) * BLOCK,
             )
+        tensors = {"h": h.contiguous(), "logits": logits}
+        program.run(plain_rows(len(h)), tensors, blocks=prepared.blocks)
         return logits
 
 
 class NativeRows:
     """Packed rows of a head that are added one by one: what `ContextTokens` keeps.
 
-    `name`: as in `NativeHead`. Both are scored side by side, so they need the same format.
+    `name`: as in `NativeHead`. One call scores the rows of both, so both need the same format.
     """
 
     def __init__(self, weight: torch.Tensor, kernels: Kernels, name: str | None = None) -> None:
         packer = Packer(kernels, name or rows_format(weight))
-        self._weight, self._inputs, self._kernels = weight.contiguous(), weight.shape[1], kernels
-        one = packer.pack([weight[:1]])
+        self._weight = weight.contiguous()
+        self._kernels = kernels
+        first_row = packer.pack([weight[:1]])
+        self._format = first_row.format
         # the data of each block of rows
-        self._format = one.format
-        self._data = torch.empty(0, one.data.numel(), dtype=one.data.dtype)
+        self._data = torch.empty(0, first_row.data.numel(), dtype=first_row.data.dtype)
 
     def write(self, first: int, tokens: torch.Tensor) -> None:
-        """Copy the rows of `tokens` into the places from `first` on."""
-        if (size := first + len(tokens)) > len(self._data) * BLOCK:
-            blocks = max(-(-size // BLOCK), 2 * len(self._data))
-            data = torch.zeros(blocks, self._data.shape[1], dtype=self._data.dtype)
-            data[: len(self._data)] = self._data
-            self._data = data
-        places = tokens.data_ptr(), len(tokens), first
+        """Copy the rows of `tokens` to the positions from `first` on."""
+        self._reserve(first + len(tokens))
         self._kernels.put(
-            self._format, self._weight.data_ptr(), self._inputs, *places, self._data.data_ptr()
+            self._format,
+            self._weight.data_ptr(),
+            self._weight.shape[1],
+            tokens.data_ptr(),
+            len(tokens),
+            first,
+            self._data.data_ptr(),
         )
+
+    def _reserve(self, rows: int) -> None:
+        """Make the memory large enough for so many rows. It at least doubles."""
+        if rows <= len(self._data) * BLOCK:
+            return
+        blocks = max(-(-rows // BLOCK), 2 * len(self._data))
+        data = torch.zeros(blocks, self._data.shape[1], dtype=self._data.dtype)
+        data[: len(self._data)] = self._data
+        self._data = data
 
     @property
     def address(self) -> int:

@@ -21,31 +21,26 @@ from safetensors.torch import load_file
 
 from quickbeam.drafters.folder import UNREADABLE, write_folder
 from quickbeam.drafters.shortlist.layout import Layout, Scores, require_distinct
-from quickbeam.drafters.shortlist.native import (
-    NativeHead,
-    NativeRouter,
-    NativeRows,
-    Prepared,
-    Router,
-    RouterConfig,
-    rows_format,
-)
+from quickbeam.drafters.shortlist.native import NativeHead, NativeRows, Prepared, rows_format
+from quickbeam.drafters.shortlist.router import NativeRouter, Router, RouterConfig
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import inference
-from quickbeam.models.native.library import Kernels, kernels
+from quickbeam.models.native.library import Kernels
 
 if TYPE_CHECKING:
     from quickbeam.drafters.shortlist.fused import FusedHead
 
-TENSORS, FIELDS = "shortlist.safetensors", "shortlist.json"
+TENSORS = "shortlist.safetensors"
+FIELDS = "shortlist.json"
 PREFIX = "router."
 WINDOW = 3072
 # A full window drops one token in `SPARE` at once, and is then rebuilt only after that many.
 SPARE = 4
+NO_BLOCKS = np.empty(0, np.int64)
 
 
 class ContextTokens:
-    """Tokens that are in the context or that other sources proposed (NanoSpec).
+    """Tokens that are in the context or that the target's last logits make likely (NanoSpec).
 
     - `window`: the most distinct tokens that are kept. If more come, the quarter of the window that
       was seen least recently is dropped. Tokens to `skip` are never kept.
@@ -60,9 +55,12 @@ class ContextTokens:
         rows: NativeRows | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.window, self.rows, self.version, self._skip = window, rows, 0, skip
-        # by token: its place in `tokens`; the least recently seen token first
-        self._place: dict[int, int] = {}
+        self.window = window
+        self.rows = rows
+        self.version = 0
+        self._skip = skip
+        # by token: its index in `tokens`; the least recently seen token first
+        self._index: dict[int, int] = {}
         self.tokens = torch.empty(0, dtype=torch.int64, device=device)
 
     @inference
@@ -71,25 +69,28 @@ class ContextTokens:
         recent = [token for token in dict.fromkeys(reversed(tokens)) if token not in self._skip]
         recent = recent[: self.window][::-1]
         for token in recent:
-            self._place[token] = self._place.pop(token, -1)
-        if len(self._place) > self.window:
+            self._index[token] = self._index.pop(token, -1)
+        if len(self._index) > self.window:
             self._drop(max(len(recent), self.window - self.window // SPARE))
-        self._append([token for token in recent if self._place[token] < 0])
+        self._append([token for token in recent if self._index[token] < 0])
 
-    def _drop(self, keep: int) -> None:
-        """Drop all but the `keep` most recently seen tokens, and move the others to the front."""
-        for token in list(self._place)[:-keep]:
-            del self._place[token]
-        kept = sorted((place, token) for token, place in self._place.items() if place >= 0)
+    def _drop(self, count: int) -> None:
+        """Drop all but the `count` most recently seen tokens, and close the gaps in `tokens`."""
+        for token in list(self._index)[:-count]:
+            del self._index[token]
+        kept = sorted((index, token) for token, index in self._index.items() if index >= 0)
         self.tokens = self.tokens[:0]
         self._append([token for _, token in kept])
 
     def _append(self, tokens: list[int]) -> None:
         if not tokens:
             return
-        first, ids = len(self.tokens), torch.tensor(tokens, device=self.tokens.device)
-        self.tokens, self.version = torch.cat([self.tokens, ids]), self.version + 1
-        self._place.update(zip(tokens, range(first, len(self.tokens)), strict=True))
+        first = len(self.tokens)
+        ids = torch.tensor(tokens, device=self.tokens.device)
+        self.tokens = torch.cat([self.tokens, ids])
+        self.version += 1
+        for index, token in enumerate(tokens, first):
+            self._index[token] = index
         if self.rows is not None:
             self.rows.write(first, ids)
 
@@ -97,11 +98,12 @@ class ContextTokens:
 class Shortlist:
     """What a drafter's head scores. All sequences share it; `begin` returns what one of them adds.
 
-    - `weight`: `[vocab, d]`, the drafter's head in the order of token ids. bfloat16 on a CPU is
-      scored by the native kernels where they run, from a copy in 8 bits (`rows_format`). On CUDA
-      one Triton kernel scores all blocks where Triton is installed (`fused.py`).
+    - `weight`: `[vocab, d]`, the drafter's head in the order of token ids.
     - `layout`: the frequent block and the clusters. With `Layout.nothing` and no router only the
       context is scored, which must then hold a token.
+    - `kernels`: score a bfloat16 head on a CPU, from a copy in 8 bits (`rows_format`). None:
+      PyTorch does. On CUDA one Triton kernel scores all blocks where Triton is installed
+      (`fused.py`).
     - `router`: chooses the `chosen` clusters of a call. Without one no cluster is scored.
     - `window`: the most tokens of the context that are scored; None: none are.
 
@@ -114,26 +116,29 @@ class Shortlist:
         self,
         weight: torch.Tensor,
         layout: Layout,
+        kernels: Kernels | None,
         *,
         router: Router | None = None,
         chosen: int = 0,
         window: int | None = None,
     ) -> None:
-        self.layout, self._window = layout, window
-        self.chosen, self.weight = min(chosen, layout.clusters), weight.detach()
+        self.layout = layout
+        self.chosen = min(chosen, layout.clusters)
+        self.weight = weight.detach()
+        self._window = window
+        self._kernels = kernels if _fits_kernels(weight) else None
+        self.native: NativeHead | None = None
+        self.fused: FusedHead | None = None
         self.route: Router | NativeRouter | None = None
-        self.native = None
-        self._kernels = head_kernels(weight)
         if self._kernels is not None:
             self._format = rows_format(weight)
             self.native = NativeHead(self.weight, layout, self._kernels, self._format)
-        self.fused = (
-            None if self.native is not None else _fused_for(self.weight, layout, self.chosen)
-        )
-        if router is not None and self._kernels is not None:
-            self.route = NativeRouter(router, self._kernels)
-        elif router is not None:
-            self.route = copy.deepcopy(router).to(weight.device, weight.dtype)
+            if router is not None:
+                self.route = NativeRouter(router, self._kernels)
+        else:
+            self.fused = _fused_for(self.weight, layout, self.chosen)
+            if router is not None:
+                self.route = copy.deepcopy(router).to(weight.device, weight.dtype)
         self.none = torch.empty(0, dtype=torch.int64, device=weight.device)
         # the frequent tokens alone, for several sequences
         alone = router is None and layout.frequent > 0
@@ -149,10 +154,10 @@ class Shortlist:
         """Return the state of a sequence that begins with the prompt `ids`."""
         if self._window is None:
             return ShortlistState(self, None)
-        rows, weight = None, self.weight
+        rows = None
         if self._kernels is not None:
-            rows = NativeRows(weight, self._kernels, self._format)
-        context = ContextTokens(self._window, self._frequent, rows, weight.device)
+            rows = NativeRows(self.weight, self._kernels, self._format)
+        context = ContextTokens(self._window, self._frequent, rows, self.weight.device)
         context.extend(ids)
         return ShortlistState(self, context)
 
@@ -168,34 +173,63 @@ class Shortlist:
         worth = probs.nan_to_num(0.0).sum(0)
         return worth.topk(self.chosen).indices.sort().values
 
-    def prepare(self, clusters: torch.Tensor, beside: torch.Tensor) -> tuple[Prepared, int]:
+    def prepare(self, clusters: torch.Tensor, context: torch.Tensor) -> tuple[Prepared, int]:
         """Return what calls on these clusters share, and how many distinct tokens they score.
 
-        `beside`: `[m]`, the context's tokens. Raises `ValueError` where there is nothing to score.
+        `clusters`: `[k]`. `context`: `[m]`, the context's tokens. Raises `ValueError` where there
+        is nothing to score.
         """
-        count = self.layout.frequent + len(beside)
-        repeated = torch.zeros(len(beside), dtype=torch.bool, device=beside.device)
-        if len(clusters):  # the context holds no frequent token
+        count = self.layout.frequent + len(context)
+        # the context's tokens that a cluster holds, too; it holds no frequent token
+        repeated = torch.zeros(len(context), dtype=torch.bool, device=context.device)
+        if len(clusters):
             clusters = clusters.cpu()  # where the layout's tables are
-            scored = torch.zeros(len(self._sizes), dtype=torch.bool)
-            scored[clusters] = True
-            repeated = scored.to(beside.device)[self._cluster_of[beside]]
+            is_scored = torch.zeros(len(self._sizes), dtype=torch.bool)
+            is_scored[clusters] = True
+            repeated = is_scored.to(context.device)[self._cluster_of[context]]
             count += int(self._sizes[clusters].sum()) - int(repeated.sum())
         if not count:
             raise ValueError("the shortlist holds no token: begin it with a prompt")
+        return self._prepare(clusters, context, repeated), count
+
+    def _prepare(
+        self, clusters: torch.Tensor, context: torch.Tensor, repeated: torch.Tensor
+    ) -> Prepared:
         if self.fused is not None:
-            bias = beside.new_zeros(len(beside), dtype=self.weight.dtype)
+            bias = context.new_zeros(len(context), dtype=self.weight.dtype)
             bias.masked_fill_(repeated, -torch.inf)
-            return Prepared(np.empty(0, np.int64), beside, bias), count
+            return Prepared(NO_BLOCKS, context, bias)
         if self.native is None:
-            tokens = self.layout.scored(clusters).to(beside.device)
-            tokens = torch.cat([tokens, beside[~repeated]])
-            return Prepared(np.empty(0, np.int64), tokens, None), count
-        prepared = self.native.prepare(clusters) if len(clusters) else self.native.listed
-        if len(beside):  # rows of repeated tokens lie among the others
-            bias = torch.zeros(len(beside)).masked_fill_(repeated, -torch.inf)
-            prepared = Prepared(prepared.blocks, torch.cat([prepared.tokens, beside]), bias)
-        return prepared, count
+            in_layout = self.layout.scored(clusters).to(context.device)
+            return Prepared(NO_BLOCKS, torch.cat([in_layout, context[~repeated]]), None)
+        prepared = self.native.prepare(clusters) if len(clusters) else self.native.only_frequent
+        if not len(context):
+            return prepared
+        bias = torch.zeros(len(context)).masked_fill_(repeated, -torch.inf)
+        return Prepared(prepared.blocks, torch.cat([prepared.tokens, context]), bias)
+
+    def score(
+        self,
+        feature: torch.Tensor,
+        clusters: torch.Tensor,
+        prepared: Prepared,
+        rows: NativeRows | None,
+    ) -> Scores:
+        """Return the logits of what was prepared for `clusters`.
+
+        `feature`: `[n, d]`, what the head reads of the nodes. `rows`: where the native kernels keep
+        the context's rows, if there is a context.
+        """
+        tokens = prepared.tokens
+        if self.native is not None:
+            return Scores(self.native.score(feature, prepared, rows), tokens)
+        if self.fused is None:
+            return Scores(F.linear(feature, self.weight[tokens]), tokens)
+        scores = self.fused(feature, clusters)
+        if not len(tokens):
+            return scores
+        of_context = F.linear(feature, self.weight[tokens], prepared.bias)
+        return Scores(torch.cat([scores.logits, of_context], 1), torch.cat([scores.tokens, tokens]))
 
 
 class ShortlistState:
@@ -206,9 +240,15 @@ class ShortlistState:
     """
 
     def __init__(self, shared: Shortlist, context: ContextTokens | None) -> None:
-        self.shared, self.context, self.scored = shared, context, 0
-        # of the last call: clusters, the context's version, what was prepared, how many tokens
-        self._last: tuple[torch.Tensor, int, Prepared, int] | None = None
+        self.shared = shared
+        self.context = context
+        self.scored = 0
+        # of the last call: its clusters, the context's version, what was prepared, and how many
+        # tokens that scores
+        self._clusters: torch.Tensor | None = None
+        self._version = 0
+        self._prepared: Prepared | None = None
+        self._count = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Read committed tokens, and those that the target's last logits make likely."""
@@ -222,23 +262,23 @@ class ShortlistState:
         `feature`: `[n, d]`, what the head reads of the nodes. Raises `ValueError` where there is
         nothing to score. Calls that score the same part of the vocabulary prepare it once.
         """
-        version = 0 if self.context is None else self.context.version
-        if self._last is None or self._last[0] is not clusters or self._last[1] != version:
-            beside = self.shared.none if self.context is None else self.context.tokens
-            self._last = (clusters, version, *self.shared.prepare(clusters, beside))
-        prepared, count = self._last[2:]
-        self.scored += count
-        if self.shared.fused is not None:
-            scores, tokens = self.shared.fused(feature, clusters), prepared.tokens
-            if not len(tokens):
-                return scores
-            beside = F.linear(feature, self.shared.weight[tokens], prepared.bias)
-            both = torch.cat([scores.logits, beside], 1), torch.cat([scores.tokens, tokens])
-            return Scores(*both)
-        if self.shared.native is None:
-            return Scores(F.linear(feature, self.shared.weight[prepared.tokens]), prepared.tokens)
+        prepared = self._prepare(clusters)
+        self.scored += self._count
         rows = None if self.context is None else self.context.rows
-        return Scores(self.shared.native.score(feature, prepared, rows), prepared.tokens)
+        return self.shared.score(feature, clusters, prepared, rows)
+
+    def _prepare(self, clusters: torch.Tensor) -> Prepared:
+        tokens = self.shared.none
+        version = 0
+        if self.context is not None:
+            tokens = self.context.tokens
+            version = self.context.version
+        is_same = self._clusters is clusters and self._version == version
+        if self._prepared is None or not is_same:
+            self._prepared, self._count = self.shared.prepare(clusters, tokens)
+            self._clusters = clusters
+            self._version = version
+        return self._prepared
 
 
 def _fused_for(weight: torch.Tensor, layout: Layout, most: int) -> FusedHead | None:
@@ -252,10 +292,10 @@ def _fused_for(weight: torch.Tensor, layout: Layout, most: int) -> FusedHead | N
     return FusedHead(weight, layout, most)
 
 
-def head_kernels(weight: torch.Tensor) -> Kernels | None:
-    """Return the native kernels if they can multiply with this head."""
+def _fits_kernels(weight: torch.Tensor) -> bool:
+    """Whether the native kernels can multiply with this head."""
     plain = weight.device.type == "cpu" and weight.dtype is torch.bfloat16
-    return kernels() if plain and weight.shape[1] % 2 == 0 else None
+    return plain and weight.shape[1] % 2 == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,10 +313,11 @@ class Artefact:
     router: Router | None = None
 
     def __post_init__(self) -> None:
-        layout, ranked = self.layout, len(self.ranking)
+        layout = self.layout
+        ranked = len(self.ranking)
         require_distinct(self.ranking, layout.vocab, "the ranking")
         routed = layout.clusters if self.router is None else self.router.config.clusters
-        if (ranked, routed) != (layout.vocab, layout.clusters):
+        if ranked != layout.vocab or routed != layout.clusters:
             raise InvalidInput(
                 f"a layout of {layout.clusters} clusters and {layout.vocab} tokens, a router of "
                 f"{routed} and a ranking of {ranked}: they don't fit together"
@@ -289,9 +330,12 @@ class Artefact:
         """
         tensors = {"order": self.layout.order.int(), "ranking": self.ranking.int()}
         if self.router is not None:
-            tensors |= {PREFIX + name: one for name, one in self.router.state_dict().items()}
+            for name, tensor in self.router.state_dict().items():
+                tensors[PREFIX + name] = tensor
         record = {
-            **{name: getattr(self.layout, name) for name in ("frequent", "size", "vocab")},
+            "frequent": self.layout.frequent,
+            "size": self.layout.size,
+            "vocab": self.layout.vocab,
             "router": None if self.router is None else asdict(self.router.config),
         }
         write_folder(folder, record, tensors, torch.bfloat16, (FIELDS, TENSORS))
@@ -306,13 +350,16 @@ class Artefact:
         try:
             record = json.loads((folder / FIELDS).read_text(encoding="utf-8"))
             tensors = load_file(folder / TENSORS)
-            sizes = (int(record[name]) for name in ("frequent", "size", "vocab"))
-            layout = Layout(tensors["order"].long(), *sizes)
+            layout = Layout(
+                tensors["order"].long(),
+                frequent=int(record["frequent"]),
+                size=int(record["size"]),
+                vocab=int(record["vocab"]),
+            )
             if record["router"] is not None:
                 with torch.device("meta"):  # makes no random weights that would be thrown away
                     router = Router(RouterConfig(**record["router"]))
-                state = {k.removeprefix(PREFIX): v.float() for k, v in tensors.items()}
-                state = {name: state[name] for name in router.state_dict()}
+                state = {name: tensors[PREFIX + name].float() for name in router.state_dict()}
                 router.load_state_dict(state, assign=True)
                 router.eval()
             return Artefact(layout, tensors["ranking"].long(), router)

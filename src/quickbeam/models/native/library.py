@@ -317,15 +317,6 @@ def kernels(progress: Callable[[str], None] = logger.info) -> Kernels | None:
     return selected
 
 
-@functools.cache
-def cached_kernels() -> Kernels | None:
-    """Return what `kernels` returned when this was first called.
-
-    It is for short loops: behind a pass of the target, reading the environment takes longer.
-    """
-    return kernels()
-
-
 def describe(device: str = "cpu", dtype: str = "bfloat16") -> str:
     """Say in words which kernels a model uses on a device, or why it uses PyTorch's.
 

@@ -9,13 +9,13 @@ from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import FIELDS, TENSORS, Artefact
-from quickbeam.methods import DRAFTER, METHODS
+from quickbeam.methods import METHODS
 from quickbeam.models.native import library
 from test_mtp import with_head
 
 VOCAB = 257  # of the toy model
 # methods that need no drafter
-NONE = {name for name, entry in METHODS.items() if entry.without or DRAFTER not in entry.sources}
+NONE = {name for name, entry in METHODS.items() if entry.without or not entry.uses_drafter}
 ALL = set(METHODS)
 
 

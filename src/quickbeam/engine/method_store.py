@@ -1,4 +1,4 @@
-"""What drafts for a model: its drafter with its shortlists, and methods with what they learned."""
+"""The methods of one model with what they learned, and the drafter and shortlists they use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.drafters.vocabulary import is_listed, make_shortlist, shortlist_parts
 from quickbeam.errors import InvalidInput
-from quickbeam.methods import DRAFTER, METHODS, make_method, preset, stand_in
+from quickbeam.methods import METHODS, make_method, preset, stand_in
 from quickbeam.methods.base import Method
 from quickbeam.models.base import Model
+from quickbeam.models.native.library import Kernels
 from quickbeam.params import COUPLED, SamplingParams
 
 LoadDrafter = Callable[[Model, Any], Drafter]  # from a model and its tokenizer
@@ -50,11 +51,14 @@ class Setting(NamedTuple):
         )
 
 
-class Drafting:
-    """The drafter of a model and the methods that draft for it.
+class MethodStore:
+    """Makes the methods of one model and keeps them, since they learn from each answer.
+
+    It also loads and keeps the drafter of the model, and the shortlists that the drafter scores.
 
     - `load_drafter`: called when a method first needs the drafter; None where there is none.
     - `vocab`, `shortlist`: what the drafter scores where a call says nothing; see `LLMOptions`.
+    - `kernels`: score shortlists if they can; None: PyTorch does.
     """
 
     def __init__(
@@ -64,31 +68,32 @@ class Drafting:
         load_drafter: LoadDrafter | None = None,
         vocab: str | None = None,
         shortlist: int | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._load_drafter = load_drafter
         self._vocab = vocab
         self._shortlist = shortlist
+        self._kernels = kernels
         self.drafter: Drafter | None = None
         self._is_listed = False  # whether the drafter comes with a list of frequent tokens
         self._making_shortlists = threading.Lock()
         self._shortlists = OrderedDict[tuple[str, int | None], Shortlist | None]()
-        # methods keep what they learned in earlier answers
-        self.policies: dict[Setting, Method] = {}
+        self.methods: dict[Setting, Method] = {}
 
     @property
-    def methods(self) -> list[str]:
+    def usable(self) -> list[str]:
         """The names of the methods that can be used. If there is a drafter, it must be loaded.
 
-        The others raise `InvalidInput` in `method` or in `prepare`.
+        The others raise `InvalidInput` in `resolve` or in `shortlist`.
         """
         return [name for name in METHODS if self._can_use(name)]
 
     def _can_use(self, name: str) -> bool:
         try:
-            method = self.method(name)
-            if self.drafts(method):
+            method = self.resolve(name)
+            if self.uses_drafter(method):
                 assert self.drafter is not None
                 setting = self.setting(method, None, None)
                 shortlist_parts(self.drafter, self._model, setting.vocab, setting.shortlist)
@@ -96,13 +101,13 @@ class Drafting:
             return False
         return True
 
-    def method(self, asked: str) -> str:
-        """Return the method that answers where `asked` is asked for. Raises `InvalidInput`."""
-        return stand_in(asked, self._load_drafter is not None)
+    def resolve(self, name: str) -> str:
+        """Return the method that answers where `name` is asked for. Raises `InvalidInput`."""
+        return stand_in(name, self._load_drafter is not None)
 
-    def drafts(self, method: str) -> bool:
-        """Whether a drafter drafts for this method."""
-        return self._load_drafter is not None and DRAFTER in preset(method).sources
+    def uses_drafter(self, method: str) -> bool:
+        """Whether this method drafts with the drafter, and there is one."""
+        return self._load_drafter is not None and preset(method).uses_drafter
 
     @property
     def loaded(self) -> bool:
@@ -126,19 +131,22 @@ class Drafting:
 
     def has_shortlist(self, setting: Setting) -> bool:
         """Whether `shortlist` has nothing to make."""
-        return not self.drafts(setting.method) or self._key(setting) in self._shortlists
+        return not self.uses_drafter(setting.method) or self._key(setting) in self._shortlists
 
     def shortlist(self, setting: Setting) -> Shortlist | None:
         """Return what the drafter scores; None without a drafter, and for its full vocabulary.
 
         The drafter must be loaded. Raises `InvalidInput` for what it can't score.
         """
-        if self.drafter is None or not self.drafts(setting.method):
+        if self.drafter is None or not self.uses_drafter(setting.method):
             return None
         key = self._key(setting)
+        vocab, size = key
         with self._making_shortlists:
             if key not in self._shortlists:
-                self._shortlists[key] = make_shortlist(self.drafter, self._model, *key)
+                self._shortlists[key] = make_shortlist(
+                    self.drafter, self._model, vocab, size, self._kernels
+                )
             self._shortlists.move_to_end(key)
             if len(self._shortlists) > MAX_SHORTLISTS:
                 self._shortlists.popitem(last=False)
@@ -147,12 +155,13 @@ class Drafting:
     def _key(self, setting: Setting) -> tuple[str, int | None]:
         return plain_vocab(setting.vocab), setting.shortlist
 
-    def policy(self, setting: Setting, params: SamplingParams) -> Method:
+    def method(self, setting: Setting, params: SamplingParams) -> Method:
         """Return the method that drafts an answer.
 
         It is that of earlier answers of this setting, unless what it learned could change a token.
         """
-        new = make_method(setting.method, self.drafter if self.drafts(setting.method) else None)
+        drafter = self.drafter if self.uses_drafter(setting.method) else None
+        new = make_method(setting.method, drafter)
         if params.seed is None or params.greedy or params.coupling == COUPLED:
-            return self.policies.setdefault(setting, new)
+            return self.methods.setdefault(setting, new)
         return new
