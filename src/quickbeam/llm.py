@@ -74,6 +74,9 @@ STREAM_RULES = {
 }
 KV_SHARE = 0.5  # the share of the memory free after loading that keys and values may take
 
+# of a predicted text, about the longest tokens: what is beyond the context is not read
+MAX_TOKEN_CHARACTERS = 16
+
 
 class LLM:
     """A causal language model that drafts ahead and gives the answers of plain decoding.
@@ -440,11 +443,20 @@ class LLM:
             budget=tree_budget(self.budget if budget is None else budget, method),
             setting=setting,
             shortlist=self.method_store.shortlist(setting),
+            prediction=self._prediction_ids(params.prediction),
             observer=observer,
             choice=choice or 0,
             tenant=_hashable(tenant),
         )
         return Stream(self.thread, self.engine.new_sequence(request), self.name, method, client)
+
+    def _prediction_ids(self, prediction: str) -> list[int]:
+        """Return the token ids of a predicted text, of as much as may be in an answer."""
+        prediction = prediction[: MAX_TOKEN_CHARACTERS * self.room(0)]
+        if not prediction:
+            return []
+        ids: list[int] = self.tokenizer(prediction, add_special_tokens=False)["input_ids"]
+        return ids
 
     def encode_chat(
         self,

@@ -81,6 +81,10 @@ class SamplingParams:
     """As `logprobs`, for each token of the prompt but the first. The prompt is then read anew,
     whatever the prefix cache holds."""
 
+    prediction: str = field(default="", metadata={"option": False})
+    """A text that the answer is expected to be much like, as a file to be edited is. It is drafted
+    first, by `auto`. It changes how long an answer takes and no token of it."""
+
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words", "stop_token_ids"):
             value = getattr(self, name)
@@ -216,5 +220,6 @@ RULES: Rules = {
     "grammar": (optional(lambda value: isinstance(value, Grammar)), "a Grammar, as "
         "Grammar.json_schema(…) makes one"),
     "coupling": (lambda value: value in COUPLINGS, f"one of {', '.join(COUPLINGS)}"),
+    "prediction": (lambda value: value == "" or is_text(value), "a text of whole characters"),
 }  # fmt: skip
 """What each parameter must be: the check of its value, and its words."""

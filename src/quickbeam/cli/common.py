@@ -36,6 +36,7 @@ SOURCES = {
     "last_logits": "last logits",
     "recycling": "recycled logits",
     "answers": "earlier answers",
+    "prediction": "the prediction",
 }
 # control characters, without tab and line end
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -143,16 +144,17 @@ class GrammarOptions:
         if self.json_schema is not None:
             schema = self.json_schema
             if not schema.lstrip().startswith("{"):
-                schema = _text("--json-schema", Path(schema))
+                schema = read_file("--json-schema", Path(schema))
             return Grammar.json_schema(schema)
         if self.regex is not None:
             return Grammar.regex(self.regex)
         if self.lark is not None:
-            return Grammar.lark(_text("--lark", self.lark))
+            return Grammar.lark(read_file("--lark", self.lark))
         return Grammar.json_object() if self.json_object else None
 
 
-def _text(option: str, path: Path) -> str:
+def read_file(option: str, path: Path) -> str:
+    """Return the text of the file that an option names. Raises `InvalidInput`."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:

@@ -17,6 +17,7 @@ from quickbeam.cli.common import (
     LoadOptions,
     check_output,
     follow,
+    read_file,
     save,
     say,
     statistics_text,
@@ -57,6 +58,9 @@ class GenerateOptions(ChatOptions):
     """Continue the text as it is, without the chat template."""
     json: bool = field(default=False, metadata={"common": True})
     """Print one JSON record instead of the text."""
+    prediction: Path | None = field(default=None, metadata={"metavar": "FILE"})
+    """File with a text that the answer is expected to be much like, such as the file that the
+    prompt asks to edit. It is drafted first, and changes no token of the answer."""
     trace: Path | None = field(default=None, metadata={"metavar": "FILE.json"})
     """File that gets every step's draft tree, for `quickbeam inspect`."""
 
@@ -77,7 +81,10 @@ def generate(
         raise InvalidInput("--logprobs shows in the JSON record only: add --json")
     if asked.trace is not None:
         check_output("--trace", asked.trace)
-    params, text = replace(params, grammar=wanted.grammar()), read(asked.prompt)
+    params = replace(params, grammar=wanted.grammar())
+    if asked.prediction is not None:
+        params = replace(params, prediction=read_file("--prediction", asked.prediction))
+    text = read(asked.prompt)
     loading.check()
     from quickbeam.engine.trace import Trace  # imports PyTorch
 

@@ -17,6 +17,7 @@ from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
 if TYPE_CHECKING:
+    from quickbeam.drafters.prediction import PredictedText
     from quickbeam.drafters.shortlist.shortlist import Shortlist
     from quickbeam.drafters.texts import Texts
     from quickbeam.grammar.masks import Masks
@@ -43,6 +44,7 @@ class Context:
     - `filters`: the request's sampling parameters, where they rule out unlikely tokens.
     - `grammar`: the grammar that the answer has to follow, if there is one.
     - `texts`: the finished texts that may be drafted from, if any are kept.
+    - `prediction`: the text that the request predicts, if it predicts one.
     - `cache`: the target's keys and values of all ids but the last, where a target reads them.
     - `tenant`: whose request it is; None for a program's own.
     - `kernels`: the native kernels, where this machine has them.
@@ -59,6 +61,7 @@ class Context:
     filters: SamplingParams | None = None
     grammar: Masks | None = None
     texts: Texts | None = None
+    prediction: PredictedText | None = None
     cache: SequenceCache | None = None
     tenant: Hashable = None
     kernels: Kernels | None = None

@@ -13,6 +13,7 @@ import torch
 
 from quickbeam.config import Budget
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DrafterState
+from quickbeam.drafters.prediction import PredictedText
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
@@ -51,6 +52,7 @@ class Request:
 
     - `budget`: the most nodes of a tree, the root included; `auto`: by measured cost.
     - `setting`: the method and all that its drafts depend on; rates and costs are learned for each.
+    - `prediction`: token ids of a text that the answer is expected to be much like; or none.
     - `observer`: called with every step.
     - `choice`: which of several answers to the prompt this is.
     - `tenant`: whose request it is. Tenants are served alike; None for a program's own requests.
@@ -64,6 +66,7 @@ class Request:
     budget: Budget = 1
     setting: Hashable = None
     shortlist: Shortlist | None = None
+    prediction: Sequence[int] = ()
     observer: Callable[[StepRecord], None] | None = None
     choice: int = 0
     tenant: Hashable = None
@@ -140,6 +143,7 @@ class SequenceState:
             noise=self.noise,
             filters=self.params if self.params.filters else None,
             grammar=request.sampler.grammar,
+            prediction=PredictedText(request.prediction) if request.prediction else None,
             tenant=request.tenant,
             kernels=kernels,
         )

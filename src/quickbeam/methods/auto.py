@@ -11,6 +11,7 @@ from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import Context, Drafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
+from quickbeam.drafters.prediction import Prediction
 from quickbeam.drafters.recycling import Recycling
 from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Method, ProposalSteps
@@ -28,12 +29,15 @@ class Auto(Method):
         self.last_logits = LastLogits()
         self.answers = Answers()
         self.recycling = Recycling()
-        free = (Ngram(), self.last_logits, self.answers, self.recycling)
+        self.prediction = Prediction()
+        free = (Ngram(), self.last_logits, self.answers, self.recycling, self.prediction)
         self.sources = free if drafter is None else (drafter, *free)
         self.model = AcceptanceModel()
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
-        free = FreeCandidates(context, self.last_logits, self.answers, self.recycling)
+        free = FreeCandidates(
+            context, self.last_logits, self.answers, self.recycling, self.prediction
+        )
         if self.drafter is None:
             return free_tree(context, budget, max_depth, self.model, free)
         search = Search(self.drafter, context, budget - 1, max_depth, self.model)

@@ -14,9 +14,11 @@ from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import MAX_N, Ngram, NgramIndex
+from quickbeam.drafters.prediction import Prediction
 from quickbeam.drafters.recycling import Recycled, Recycling
 from quickbeam.methods.acceptance import (
     GUESSED,
+    PREDICTED,
     REMEMBERED,
     REPEATED,
     AcceptanceModel,
@@ -29,6 +31,7 @@ from quickbeam.methods.search import Candidate, Search, observe
 from quickbeam.tree import TokenTree
 
 LONGEST = 16  # the most tokens of a continuation
+LONGEST_PREDICTED = 48  # the most tokens of a continuation of a predicted text
 FARTHER = 128  # the same after the root, where the search is wide (`search.WIDE`)
 MIN_MATCH = 2  # the fewest matching tokens for a guessed path to be continued from the text
 GUESSES = 8  # how many of the best last logits may be guesses
@@ -43,11 +46,13 @@ class FreeCandidates:
         last_logits: LastLogits | None = None,
         answers: Answers | None = None,
         recycling: Recycling | None = None,
+        prediction: Prediction | None = None,
     ) -> None:
         self._index: NgramIndex = context.states[Ngram.name]
         self._last_logits = last_logits
         self._answers = answers
         self._recycling = recycling
+        self._prediction = prediction
         self._expanded = set[int]()  # candidates after which recycled tokens were looked for
         # candidates whose continuation was looked for, or that belong to one
         self._matched = set[int]()
@@ -61,6 +66,7 @@ class FreeCandidates:
         if not self._matched:
             self._matched.add(search.root.number)
             longest = FARTHER if search.wide else LONGEST
+            self._predict(search, search.root)
             if match := index.match(self._tail(search, search.root)):
                 tokens = index.continuation(match, longest)
                 self._continue(search, search.root, tokens, index.extent(match, LONGEST))
@@ -81,6 +87,7 @@ class FreeCandidates:
         new_paths = [path for path in search.best if path.number not in self._matched]
         for path in new_paths:
             self._matched.add(path.number)
+            self._predict(search, path)
             tail = self._tail(search, path)
             if match := index.match(tail, MIN_MATCH):
                 drafted = tail[-min(path.depth, len(tail)) :]
@@ -93,6 +100,16 @@ class FreeCandidates:
     def _tail(self, search: Search, path: Candidate) -> tuple[int, ...]:
         """Return the last tokens of the text that ends with `path`, as many as n-grams have."""
         return (*search.context.ids[-MAX_N:], *path.path)[-MAX_N:]
+
+    def _predict(self, search: Search, path: Candidate) -> None:
+        """Enter how the predicted text goes on after the text that ends with `path`."""
+        prediction = search.context.prediction
+        if self._prediction is None or prediction is None:
+            return
+        match = self._prediction.match(search.context, path.path)
+        if match:
+            tokens = prediction.continuation(match, FARTHER if search.wide else LONGEST_PREDICTED)
+            self._continue(search, path, tokens, match.length, Prediction.name, PREDICTED)
 
     def _remember(self, search: Search, path: Candidate, longest: int) -> None:
         """Enter what followed the text that ends with `path` in another text."""

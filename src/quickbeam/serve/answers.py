@@ -10,6 +10,7 @@ from typing import Any
 from typing_extensions import Self
 
 from quickbeam.aio import AsyncStream
+from quickbeam.drafters.prediction import Prediction
 from quickbeam.engine.result import Completion
 from quickbeam.engine.stream import Delta
 from quickbeam.serve.errors import Interrupted, problem
@@ -91,7 +92,9 @@ class Streams:
         `prompt`, `answer`: what the endpoint calls them, as in `prompt_tokens`.
         """
         statistics = [completion.statistics for completion in self.completions]
-        sources = [source for each in statistics for source in each.sources.values()]
+        sources = [
+            each.sources[Prediction.name] for each in statistics if Prediction.name in each.sources
+        ]
         accepted = sum(source.accepted for source in sources)
         drafted = sum(source.drafted for source in sources)
         prompt_tokens = sum(len(ids) for ids in self.prompts)

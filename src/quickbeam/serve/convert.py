@@ -17,14 +17,22 @@ from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import TENANT, Ticket
 from quickbeam.serve.answers import Streams
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import Conversation, TokenizeChat, TokenizeText
+from quickbeam.serve.messages import Conversation, TokenizeChat, TokenizeText, text_of
 from quickbeam.serve.prompts import encode_conversation, estimate_conversation, knows_effort
 from quickbeam.serve.runner import Job, Runner
 from quickbeam.serve.schemas import BaseRequest, Speculation
 from quickbeam.serve.tool_fields import ToolRequest
 from quickbeam.serve.tools import NO_TOOLS, ToolUse, tool_use
 
-OTHER_FIELDS = {"max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "grammar", "coupling"}
+OTHER_FIELDS = {
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+    "grammar",
+    "coupling",
+    "prediction",
+}
 # fields that mean the same in SamplingParams
 SAME_FIELDS = [field.name for field in fields(SamplingParams) if field.name not in OTHER_FIELDS]
 NO_LIMIT = 2**31  # tokens, until the prompt's length tells how many there may be
@@ -199,6 +207,9 @@ def sampling(request: BaseRequest, tools: ToolUse, defaults: Mapping[str, Any]) 
         values["top_k"] = 0
     if request.logit_bias:
         values["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
+    prediction = getattr(request, "prediction", None)
+    if prediction is not None:
+        values["prediction"] = text_of(prediction.content)
     if tools.keeps_special:
         values["skip_special_tokens"] = False
     _, limit = request.length_limit

@@ -152,7 +152,7 @@ class Conversation(Body):
 
 
 class Prediction(Body):
-    """A guess at the answer. It may only change how long an answer takes, and here does not."""
+    """A guess at the answer. It may only change how long an answer takes."""
 
     type: Literal["content"]
     content: Content
