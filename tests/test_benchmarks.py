@@ -33,6 +33,7 @@ RUNS = {
     "acceptance": ([*FEW, "--temperatures", "0,1"], "temperatures"),
     "agents": (["--limit", "2", "--rounds", "1", "--max-tokens", "8"], "memory_of_answers"),
     "compare_drafters": (["ar", "auto", "dyspec:4", *FEW, "--temperature", "1"], "drafters"),
+    "contexts": (["--lengths", "60", "--limit", "1", "--max-tokens", "6"], "contexts"),
     "heads": (["--shapes", "512x32", "--repeats", "1", "--rows", "1,2"], "heads"),
     "memory": ([*FEW, "--memory", "20000", "--methods", "ar,dyspec:8"], "methods"),
     "passes": (["--contexts", "8,20", "--widths", "1,4", "--repeats", "1"], "contexts"),
