@@ -256,6 +256,18 @@ def test_exploring_is_bounded(call):
     assert explored <= steps / budget.EXPLORE
 
 
+def test_steps_of_another_setting_put_off_no_trial():
+    budget = MeasuredBudget(CostModel({1: 1.0, 64: 1.0}))
+    tried = 0
+    for step in range(8 * budget.EXPLORE):
+        setting = ("recycling", "auto")[step % 2]
+        budget.begin(setting)
+        explore = setting == "auto" and budget.explore(0.1)
+        tried += explore
+        budget.observe(1, 1.0, 0.0, asked=explore or setting == "recycling")
+    assert 2 <= tried <= 4
+
+
 def test_an_explored_tree_costs_nothing_and_is_small():
     budget = MeasuredBudget(CostModel({1: 1.0, 64: 64.0}))
     costs = budget.node_costs(explore=True)

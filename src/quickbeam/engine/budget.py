@@ -87,7 +87,8 @@ class MeasuredBudget:
         self.limit = limit
         # by setting and load, then by kind
         self._speeds_by_load: dict[tuple[Hashable, int], dict[str, Speed]] = {}
-        self._steps_since_call = 0  # for how many steps no drafter was asked
+        # by setting: for how many of its steps no drafter was asked
+        self._steps_since_call: dict[Hashable, int] = {}
         self.begin(None)
 
     def begin(
@@ -104,6 +105,7 @@ class MeasuredBudget:
         `tokens`: of all their texts. `nodes`: of all their last trees. `rows`: rows of prompts that
         the same pass reads. `drafter`: the one that may be asked, if there is one.
         """
+        self._setting = setting
         self._sequences = sequences
         self._context = tokens // sequences
         self._other_rows = rows + round(nodes * (1 - 1 / sequences))  # of a pass without one tree
@@ -150,7 +152,7 @@ class MeasuredBudget:
         At most one sequence a step does.
         """
         pause = max(self.EXPLORE, seconds / self._plain_seconds / self.LOST)
-        explore = not self._explored and self._steps_since_call >= pause
+        explore = not self._explored and self._steps_since_call.get(self._setting, 0) >= pause
         self._explored = self._explored or explore
         return explore
 
@@ -206,7 +208,8 @@ class MeasuredBudget:
         speed.pause = min(max(self.EXPLORE, lost / self.LOST), self.LONGEST)
         for kind, other in self._speeds.items():
             other.steps_since = 0 if kind == self.kind else other.steps_since + 1
-        self._steps_since_call = 0 if asked else self._steps_since_call + 1
+        steps = self._steps_since_call.get(self._setting, 0)
+        self._steps_since_call[self._setting] = 0 if asked else steps + 1
 
 
 def convex_slopes(widths: Sequence[int], seconds: Sequence[float]) -> list[float]:
