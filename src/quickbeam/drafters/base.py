@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quickbeam.drafters.shortlist.shortlist import Shortlist
     from quickbeam.drafters.texts import Texts
     from quickbeam.grammar.masks import Masks
-    from quickbeam.models.cache.kv import Pool, SequenceCache
+    from quickbeam.models.cache.kv import Page, Pool, SequenceCache
     from quickbeam.models.native.library import Kernels
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Context:
 
 
 class DraftRequest(NamedTuple):
-    """One sequence's request for its drafter's distributions after `nodes` of a growing `tree`.
+    """One sequence's request for the distributions after `nodes` of the `tree` that it proposes.
 
     `gain`: how many tokens the sequence expects to gain from the answer. It is infinite where the
     budget may not refuse the request.
@@ -216,7 +216,7 @@ class DrafterState(SourceState):
         A draft may be wrong, so a drafter may know the end of a text alone.
         """
 
-    def chunk_pages(self, chunk: int, tokens: int) -> Any:
+    def chunk_pages(self, chunk: int, tokens: int) -> list[Page] | None:
         """Return the pages of a chunk of tokens, which another sequence may `attach`.
 
         The chunk is tokens `chunk * tokens` to `(chunk + 1) * tokens - 1`. None if the state does
@@ -224,7 +224,9 @@ class DrafterState(SourceState):
         """
         return None
 
-    def attach(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
+    def attach(
+        self, chunks: Sequence[list[Page]], tokens: int, hidden: Sequence[torch.Tensor]
+    ) -> None:
         """Begin with shared chunks of `tokens` tokens each.
 
         `hidden`: hidden states, `[k, layers * d]` each. The first are those of the last attached

@@ -25,7 +25,7 @@ from quickbeam.drafters.passes import NativePasses, TorchPasses, passes_of
 from quickbeam.drafters.shadow import ShadowTree
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Batch, Chain, Model, Part, inference
-from quickbeam.models.cache.kv import SequenceCache
+from quickbeam.models.cache.kv import Page, SequenceCache
 from quickbeam.models.native.library import Kernels
 
 
@@ -70,7 +70,9 @@ class EagleState(FeatureState):
         self.shadow = None
         self.out = self.feature = torch.empty(0)
 
-    def attach(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
+    def attach(
+        self, chunks: Sequence[list[Page]], tokens: int, hidden: Sequence[torch.Tensor]
+    ) -> None:
         super().attach(chunks, tokens, hidden)
         if chunks:  # the last row depends on the token after it, too, and is computed anew
             self.cache.truncate(self.cache.length - 1)
