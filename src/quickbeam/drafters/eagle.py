@@ -219,13 +219,18 @@ class EagleDrafter(FeatureDrafter):
                 results += [(rows, hidden[:0], hidden[:0]) for rows in group]
                 continue
             route = None if shared is None else shared.route
-            stream, normed, scores = self.passes.run(batch, hidden, route, fuse)
+            outputs = self.passes.run(batch, hidden, route, fuse)
             if shared is not None:
-                self._choose_clusters(shared, group, scores)
+                self._choose_clusters(shared, group, outputs.scores)
             sizes = [part.rows for part in batch.parts]
-            outs = (normed if self._norm_output else stream).split_with_sizes(sizes)
-            features = (normed if self._norm_feature else stream).split_with_sizes(sizes)
-            results += zip(group, outs, features, strict=True)
+            out = outputs.normed if self._norm_output else outputs.stream
+            feature = outputs.normed if self._norm_feature else outputs.stream
+            results += zip(
+                group,
+                out.split_with_sizes(sizes),
+                feature.split_with_sizes(sizes),
+                strict=True,
+            )
         return results
 
     def _choose_clusters(
