@@ -79,8 +79,10 @@ class Context:
     @property
     def draft_state(self) -> DrafterState | None:
         """What the drafter keeps of this sequence; None if no drafter has begun."""
-        states = (state for state in self.states.values() if isinstance(state, DrafterState))
-        return next(states, None)
+        for state in self.states.values():
+            if isinstance(state, DrafterState):
+                return state
+        return None
 
     def node_cost(self, nodes: int) -> float:
         """Return the cost in tokens of one more node in a tree of `nodes` nodes; 0 if unmeasured.
