@@ -25,7 +25,7 @@ def request(
 ):
     """What an engine is asked. `budget`: nodes a tree; `auto`: by measured cost."""
     output = Output(Letters(), params, eos)
-    sampler = Sampler(params, prompt, model.vocab_size, ends=output.stop_ids)
+    sampler = Sampler(params, prompt, model.vocab_size, stop_ids=output.stop_ids)
     return Request(prompt, params, method, output, sampler, budget, setting, shortlist, observer)
 
 

@@ -31,7 +31,7 @@ def banned_after(output, min_tokens, ends, bad):
 
 
 def sampler_of(params, ends, bad):
-    return Sampler(params, [1, 2], V, ends=ends, bad=bad)
+    return Sampler(params, [1, 2], V, stop_ids=ends, bad=bad)
 
 
 def params_of(min_tokens, bad, **more):
@@ -76,8 +76,8 @@ def test_what_bans_leave_alone():
     assert sampler.process(torch.zeros(V), [V, 2])[2] == 0
     params = SamplingParams(min_tokens=1, bad_words="x", logit_bias={2: -math.inf})
     with pytest.raises(InvalidInput, match="min_tokens, bad_words and logit_bias ban all 3 tokens"):
-        Sampler(params, [], 3, ends=[0], bad=[[1]])
-    Sampler(replace(params, min_tokens=0), [], 3, ends=[0], bad=[[1]])
+        Sampler(params, [], 3, stop_ids=[0], bad=[[1]])
+    Sampler(replace(params, min_tokens=0), [], 3, stop_ids=[0], bad=[[1]])
 
 
 class Pieces:

@@ -41,7 +41,7 @@ def params_of(name):
 
 
 def sampler_of(params):
-    return Sampler(params, [0], V, ends=[5], bad=[[3], [1, 2]] if params.bad_words else ())
+    return Sampler(params, [0], V, stop_ids=[5], bad=[[3], [1, 2]] if params.bad_words else ())
 
 
 def answer(model, params, noise, length, draft):

@@ -5,7 +5,7 @@ import torch
 
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.drafters.prediction import PredictedText
+from quickbeam.drafters.predicted_text import PredictedText
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.methods.auto import Auto

@@ -430,7 +430,7 @@ class LLM:
             params,
             ids,
             self.model.vocab_size,
-            ends=output.stop_ids,
+            stop_ids=output.stop_ids,
             bad=bad_word_ids(self.tokenizer, params.bad_words),
             grammar=masks,
         )

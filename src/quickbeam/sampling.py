@@ -30,10 +30,10 @@ class Bans:
     """
 
     def __init__(
-        self, min_tokens: int, ends: Collection[int], bad: Collection[Sequence[int]]
+        self, min_tokens: int, stop_ids: Collection[int], bad: Collection[Sequence[int]]
     ) -> None:
         self._min_tokens = min_tokens
-        self._ends = list(ends)
+        self._stop_ids = list(stop_ids)
         self._last: dict[tuple[int, ...], list[int]] = {}  # last tokens by those before them
         for *before, last in bad:
             self._last.setdefault(tuple(before), []).append(last)
@@ -47,7 +47,7 @@ class Bans:
     def after(self, path: Sequence[int]) -> list[int]:
         """Return the ids that are banned after output and `path`, in no particular order."""
         length = len(self._output) + len(path)
-        banned = [*self._ends] if length < self._min_tokens else []
+        banned = [*self._stop_ids] if length < self._min_tokens else []
         text = (*self._output[-MAX_BAD_TOKENS:], *path)
         for before in self._lengths:
             if before <= len(text):
@@ -96,7 +96,7 @@ class Sampler:
     tokens below the root, down to the node itself. It is empty for the root.
 
     - `vocab_size`: the width of the logits.
-    - `ends`: the ids that end the answer; they are banned before `min_tokens`.
+    - `stop_ids`: the ids that end the answer; they are banned before `min_tokens`.
     - `bad`: the token sequences of `bad_words`, as `bad_word_ids` gives them.
     - `grammar`: the masks of the parameters' grammar.
 
@@ -112,7 +112,7 @@ class Sampler:
         prompt: Iterable[int],
         vocab_size: int,
         *,
-        ends: Collection[int] = (),
+        stop_ids: Collection[int] = (),
         bad: Sequence[Sequence[int]] = (),
         grammar: Masks | None = None,
     ) -> None:
@@ -128,7 +128,7 @@ class Sampler:
         self.grammar = grammar
         self._bans = Bans(
             params.min_tokens,
-            {token for token in ends if 0 <= token < vocab_size},
+            {token for token in stop_ids if 0 <= token < vocab_size},
             {tuple(word) for word in bad if all(0 <= token < vocab_size for token in word)},
         )
         banned = {token for token, bias in params.logit_bias.items() if bias == -math.inf}

@@ -1,5 +1,7 @@
-"""The file of answers. It is only appended to: no answer is lost or there twice, whatever ends the
-program."""
+"""The file of answers. Records are only appended.
+
+So no answer is lost or written twice, whatever ends the program.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ SYNC_SECONDS = 1.0  # seconds of writing after which records are synced to the d
 
 
 class Journal:
-    """Records of answers in the file `path`, one line each, held by one program at a time.
+    """Records of answers in the file `path`, one line each. One program at a time may write it.
 
     - `done`: each record's `id`, by its `custom_id`.
     - `failed`: why a request has no answer, by its `custom_id`.
@@ -30,7 +32,7 @@ class Journal:
     A record is handed to the system as a whole, and synced at least every `SYNC_SECONDS`. A last
     line that is incomplete is cut off.
 
-    Raises `InvalidInput` for a file that is something else or that another program writes, and
+    Raises `InvalidInput` for a file that holds something else or that another program writes, and
     `QuickbeamError` if it can't be written.
     """
 

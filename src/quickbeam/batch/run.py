@@ -1,4 +1,4 @@
-"""The requests of a file, in OpenAI's batch format or short, and answering them, some at a time."""
+"""Reads a file of requests, in OpenAI's batch format or a short one, and answers them."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def read(path: Path) -> Iterator[BatchRequest]:
 
 
 def parse(number: int, line: bytes) -> BatchRequest:
-    """Return the request of one line: OpenAI's, or `messages` or `prompt` with parameters beside.
+    """Return the request of one line: OpenAI's, or a short one.
 
-    A request without a `custom_id` is named after its line. A request without a seed gets one
-    derived from what it asks, and one for each of several prompts, so that equal prompts have
-    different answers.
+    A short one has `messages` or `prompt`, and parameters in the same object. A request without a
+    `custom_id` is named after its line. A request without a seed gets one derived from what it
+    asks, and one for each of several prompts, so that equal prompts have different answers.
     """
     name = f"line-{number}"
     try:
@@ -77,7 +77,7 @@ def parse(number: int, line: bytes) -> BatchRequest:
 
 
 def _fault(error: ValueError | RecursionError) -> str:
-    """Return the end of a message about a line: the column that is wrong, and why."""
+    """Return the end of a message about a line: the column of the fault, and the reason."""
     if isinstance(error, json.JSONDecodeError):
         return f", column {error.colno}: not JSON ({error.msg[:1].lower()}{error.msg[1:]})"
     if isinstance(error, UnicodeDecodeError):
@@ -148,7 +148,7 @@ def check(source: Path, journal: Journal) -> dict[str, int]:
     """Return the line (from 1) of each request in a file, by its `custom_id`.
 
     Raises `InvalidInput` if two requests have the same `custom_id`, if the journal has answers to
-    others, or if it is the file itself.
+    other requests, or if the journal is the file itself.
     """
     if source.exists() and source.samefile(journal.path):
         raise InvalidInput(f"{source}: the answers must go to another file")

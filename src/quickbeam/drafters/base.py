@@ -17,11 +17,11 @@ from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
 if TYPE_CHECKING:
-    from quickbeam.drafters.prediction import PredictedText
+    from quickbeam.drafters.predicted_text import PredictedText
     from quickbeam.drafters.shortlist.shortlist import Shortlist
     from quickbeam.drafters.texts import Texts
     from quickbeam.grammar.masks import Masks
-    from quickbeam.models.cache.kv import Pool, SequenceCache
+    from quickbeam.models.cache.kv import Page, Pool, SequenceCache
     from quickbeam.models.native.library import Kernels
 
 logger = logging.getLogger(__name__)
@@ -82,8 +82,10 @@ class Context:
     @property
     def draft_state(self) -> DrafterState | None:
         """What the drafter keeps of this sequence; None if no drafter has begun."""
-        states = (state for state in self.states.values() if isinstance(state, DrafterState))
-        return next(states, None)
+        for state in self.states.values():
+            if isinstance(state, DrafterState):
+                return state
+        return None
 
     def node_cost(self, nodes: int) -> float:
         """Return the cost in tokens of one more node in a tree of `nodes` nodes; 0 if unmeasured.
@@ -119,7 +121,7 @@ class Context:
 
 
 class DraftRequest(NamedTuple):
-    """One sequence's request for its drafter's distributions after `nodes` of a growing `tree`.
+    """One sequence's request for the distributions after `nodes` of the `tree` that it proposes.
 
     `gain`: how many tokens the sequence expects to gain from the answer. It is infinite where the
     budget may not refuse the request.
@@ -225,7 +227,7 @@ class DrafterState(SourceState):
         A draft may be wrong, so a drafter may know the end of a text alone.
         """
 
-    def chunk_pages(self, chunk: int, tokens: int) -> Any:
+    def chunk_pages(self, chunk: int, tokens: int) -> list[Page] | None:
         """Return the pages of a chunk of tokens, which another sequence may `attach`.
 
         The chunk is tokens `chunk * tokens` to `(chunk + 1) * tokens - 1`. None if the state does
@@ -233,7 +235,9 @@ class DrafterState(SourceState):
         """
         return None
 
-    def attach(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
+    def attach(
+        self, chunks: Sequence[list[Page]], tokens: int, hidden: Sequence[torch.Tensor]
+    ) -> None:
         """Begin with shared chunks of `tokens` tokens each.
 
         `hidden`: hidden states, `[k, layers * d]` each. The first are those of the last attached

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from quickbeam.drafters.feature import (
 from quickbeam.drafters.passes import NativePasses, passes_of
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import Batch, Block, Chain, Model, inference
-from quickbeam.models.cache.kv import SequenceCache
+from quickbeam.models.cache.kv import Page, SequenceCache
 from quickbeam.models.native.library import Kernels
 
 WITHIN = 10.0  # by how much a candidate's logit may be below that of the likeliest token
@@ -126,7 +125,9 @@ class BlockState(FeatureState):
         self.gates: torch.Tensor | None = None
         self.after: torch.Tensor | None = None
 
-    def attach(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
+    def attach(
+        self, chunks: Sequence[list[Page]], tokens: int, hidden: Sequence[torch.Tensor]
+    ) -> None:
         super().attach(chunks, tokens, hidden)
         if chunks and self.waiting:  # a row depends on its own token alone: the last is read
             self.unread.drop(1)

@@ -12,7 +12,7 @@ from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequ
 from quickbeam.drafters.shadow import ShadowTree
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.base import Batch, Chain, Model, Part, inference
-from quickbeam.models.cache.kv import Pool
+from quickbeam.models.cache.kv import Page, Pool
 
 # If about this many committed tokens are unread, they are read as a prompt is: without logits for
 # each of them. The engine lets drafters catch up from this many on (`proposing.CATCH_UP`).
@@ -59,14 +59,16 @@ class LMState(DrafterState):
         self.skipped += len(self.ids) - 1 - tail
         self.ids = self.ids[-1 - tail :]
 
-    def chunk_pages(self, chunk: int, tokens: int) -> Any:
+    def chunk_pages(self, chunk: int, tokens: int) -> list[Page] | None:
         # a text can't go on behind a recurrent model's keys and values alone
         is_recurrent = self._model.pool.state_pages > 0
         if is_recurrent or self.skipped or (chunk + 1) * tokens > self.cache.length:
             return None
         return self.cache.chunk_pages(chunk, tokens)
 
-    def attach(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
+    def attach(
+        self, chunks: Sequence[list[Page]], tokens: int, hidden: Sequence[torch.Tensor]
+    ) -> None:
         self.cache.attach(chunks, tokens)
 
     def release(self) -> None:

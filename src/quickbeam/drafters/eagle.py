@@ -25,7 +25,7 @@ from quickbeam.drafters.passes import NativePasses, TorchPasses, passes_of
 from quickbeam.drafters.shadow import ShadowTree
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Batch, Chain, Model, Part, inference
-from quickbeam.models.cache.kv import SequenceCache
+from quickbeam.models.cache.kv import Page, SequenceCache
 from quickbeam.models.native.library import Kernels
 
 
@@ -70,7 +70,9 @@ class EagleState(FeatureState):
         self.shadow = None
         self.out = self.feature = torch.empty(0)
 
-    def attach(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
+    def attach(
+        self, chunks: Sequence[list[Page]], tokens: int, hidden: Sequence[torch.Tensor]
+    ) -> None:
         super().attach(chunks, tokens, hidden)
         if chunks:  # the last row depends on the token after it, too, and is computed anew
             self.cache.truncate(self.cache.length - 1)
@@ -217,13 +219,18 @@ class EagleDrafter(FeatureDrafter):
                 results += [(rows, hidden[:0], hidden[:0]) for rows in group]
                 continue
             route = None if shared is None else shared.route
-            stream, normed, scores = self.passes.run(batch, hidden, route, fuse)
+            outputs = self.passes.run(batch, hidden, route, fuse)
             if shared is not None:
-                self._choose_clusters(shared, group, scores)
+                self._choose_clusters(shared, group, outputs.scores)
             sizes = [part.rows for part in batch.parts]
-            outs = (normed if self._norm_output else stream).split_with_sizes(sizes)
-            features = (normed if self._norm_feature else stream).split_with_sizes(sizes)
-            results += zip(group, outs, features, strict=True)
+            out = outputs.normed if self._norm_output else outputs.stream
+            feature = outputs.normed if self._norm_feature else outputs.stream
+            results += zip(
+                group,
+                out.split_with_sizes(sizes),
+                feature.split_with_sizes(sizes),
+                strict=True,
+            )
         return results
 
     def _choose_clusters(

@@ -15,7 +15,7 @@ from quickbeam.drafters.largest import largest
 from quickbeam.drafters.passes import NativePasses, TorchPasses
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import inference
-from quickbeam.models.cache.kv import Pool, SequenceCache
+from quickbeam.models.cache.kv import Page, Pool, SequenceCache
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # the most rows of committed tokens that one pass runs
@@ -102,12 +102,14 @@ class FeatureState(DrafterState):
     def append_hidden(self, hidden: torch.Tensor) -> None:
         self.unread.append(hidden)
 
-    def chunk_pages(self, chunk: int, tokens: int) -> Any:
+    def chunk_pages(self, chunk: int, tokens: int) -> list[Page] | None:
         """Return the rows of these tokens, or None if they were not read yet."""
         is_read = (chunk + 1) * tokens <= self.cache.length
         return self.cache.chunk_pages(chunk, tokens) if is_read else None
 
-    def attach(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
+    def attach(
+        self, chunks: Sequence[list[Page]], tokens: int, hidden: Sequence[torch.Tensor]
+    ) -> None:
         if chunks:
             self.cache.attach(chunks, tokens)
         self.unread.reset(hidden)

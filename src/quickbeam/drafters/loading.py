@@ -10,6 +10,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from quickbeam.config import ReportProgress
 from quickbeam.drafters.assistant import load_assistant
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
@@ -38,7 +39,7 @@ def load_drafter(
     tokenizer: Any,
     *,
     model: str = "",
-    progress: Any = None,
+    progress: ReportProgress | None = None,
     weights: str | None = None,
     kernels: Kernels | None = None,
 ) -> Drafter:

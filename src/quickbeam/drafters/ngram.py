@@ -11,7 +11,7 @@ MAX_N = 3  # tokens of the longest n-grams
 
 
 class NgramIndex(SourceState):
-    """Finds the newest earlier occurrence of a suffix in one growing text.
+    """Finds the newest earlier occurrence of a suffix in one text, which gets longer.
 
     The work per token and per lookup is constant. Each n-gram of 1 to `MAX_N` tokens is mapped to
     the position right after its newest occurrence. Continuations are read from the text itself.

@@ -5,68 +5,10 @@ An edited file is one: most of the answer is the file as it was. The answer is f
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 from quickbeam.drafters.base import Context, Source
-from quickbeam.drafters.texts import AGREED, Match
-
-NEAR = 16  # how many occurrences of a token are compared, before and after the last match
-FOLLOWED = 2  # how many tokens must agree for the answer to be taken to be there
-
-
-class PredictedText:
-    """The tokens `ids` of a predicted answer, and where the answer is in them."""
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._ids = list(ids)
-        self._after: dict[int, list[int]] = {}  # by token: the positions after its occurrences
-        for position, token in enumerate(self._ids, 1):
-            self._after.setdefault(token, []).append(position)
-        self._position = 0  # of the token that is expected next
-        self._followed: int | None = None  # how many tokens the text had then
-
-    def match(self, text: Sequence[int], path: Sequence[int] = ()) -> Match | None:
-        """Return where the prediction goes on after `text` and the drafted tokens of `path`.
-
-        Of the occurrences of the last token, it is the one before which most tokens agree, of equal
-        ones the nearest to where the answer is. None if the prediction does not hold that token.
-        """
-        tail = [*text[-AGREED:], *path][-AGREED:]
-        positions = self._after.get(tail[-1], [])
-        expected = self._position + len(path)
-        middle = bisect_left(positions, expected)
-        near = positions[max(0, middle - NEAR) : middle + NEAR]
-        matches = [Match(position, self._agreement(position, tail)) for position in near]
-        return max(
-            matches, key=lambda match: (match.length, -abs(match.position - expected)), default=None
-        )
-
-    def follow(self, text: Sequence[int]) -> None:
-        """Find where the answer is whose committed tokens end `text`.
-
-        Where too few tokens agree, each new token is taken to replace one of the prediction.
-        """
-        if self._followed is not None:
-            self._position += len(text) - self._followed
-        self._followed = len(text)
-        match = self.match(text)
-        if match is not None and match.length >= FOLLOWED:
-            self._position = match.position
-
-    def continuation(self, match: Match, length: int) -> list[int]:
-        """Return the `length` tokens that follow a match, fewer at the end."""
-        return self._ids[match.position : match.position + length]
-
-    def _agreement(self, position: int, tail: Sequence[int]) -> int:
-        """Return how many tokens before `position` are those that `tail` ends with."""
-        before = self._ids[max(0, position - len(tail)) : position]
-        length = 0
-        for theirs, ours in zip(reversed(before), reversed(tail), strict=False):
-            if theirs != ours:
-                break
-            length += 1
-        return length
+from quickbeam.drafters.texts import Match
 
 
 class Prediction(Source):

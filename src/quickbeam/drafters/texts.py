@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 GRAM = 4  # tokens of the n-grams that are looked up
 AGREED = 32  # how many tokens before a match are compared at most
 SCAN = 8  # how many occurrences of an n-gram are compared
-KNOWN = 32  # so many tokens that go on as remembered are not entered again
+MIN_ENTERED = 32  # so many tokens that an earlier text has, too, are not entered again
 FACTOR = 0x9E3779B97F4A7C15  # of the n-grams' hashes
 MASK = 2**64 - 1  # keeps them below 2^64
 TOKEN_BYTES = 16  # of memory, for each remembered token
@@ -118,13 +118,15 @@ class Texts:
 
         A conversation comes back with every turn, longer than at the last one.
         """
-        known = GRAM
+        entered = GRAM  # so many tokens are those of an earlier text
         while True:
-            positions = self._positions(ids[known - GRAM : known])
-            agreements = [self._agreement(position, ids[known:]) for position in positions]
-            if max(agreements, default=0) < KNOWN:
-                return max(0, known - AGREED) if known > GRAM else 0
-            known += max(agreements)
+            positions = self._positions(ids[entered - GRAM : entered])
+            agreements = [self._agreement(position, ids[entered:]) for position in positions]
+            longest = max(agreements, default=0)
+            if longest < MIN_ENTERED:
+                break
+            entered += longest
+        return max(0, entered - AGREED) if entered > GRAM else 0
 
     def _agreement(self, position: int, ids: Sequence[int]) -> int:
         """Return how many of `ids` are equal to the tokens of the ring from `position` on."""
@@ -253,8 +255,8 @@ class AnswerMemory:
     def _add(self, tenant: Hashable, ring: npt.NDArray[np.int32]) -> None:
         """Add the texts of a ring as `Texts.ring` returns it."""
         texts = self.of(tenant)
-        edges = np.flatnonzero(np.diff(ring > 0, prepend=0, append=0))
-        for begin, end in edges.reshape(-1, 2):
+        boundaries = np.flatnonzero(np.diff(ring > 0, prepend=0, append=0))
+        for begin, end in boundaries.reshape(-1, 2):
             texts.add((ring[begin:end] - 1).tolist())
 
 

@@ -19,12 +19,12 @@ from quickbeam.models.native.library import Kernels
 
 # by kind: the default size is the size of the vocabulary divided by this
 SHARES = {FREQUENCY: 4, FREQUENCY + CONTEXT: 16, CLUSTERS: 8, ROUTER: 16}
-BOTH = (FREQUENCY + CONTEXT, ROUTER)  # kinds that score the context beside the layout's tokens
+WITH_CONTEXT = (FREQUENCY + CONTEXT, ROUTER)  # kinds that also score the context's tokens
 ROUTED = (CLUSTERS, ROUTER)  # kinds whose clusters a router picks
 
 
 class ShortlistParts(NamedTuple):
-    """What a shortlist is made of: the arguments of `Shortlist` beside the head's rows."""
+    """The arguments of `Shortlist` but for the head's rows and the kernels."""
 
     layout: Layout
     router: Router | None = None
@@ -94,7 +94,7 @@ def shortlist_parts(
         return ShortlistParts(Layout.nothing(model.vocab_size), window=size or WINDOW)
     artefact = _artefact(drafter, model, vocab)
     size = size or model.vocab_size // SHARES[vocab]
-    window = WINDOW if vocab in BOTH else None
+    window = WINDOW if vocab in WITH_CONTEXT else None
     if vocab.startswith(FREQUENCY):
         layout = Layout.by_frequency(artefact.ranking, size, model.vocab_size)
         return ShortlistParts(layout, window=window)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Hashable
+from typing import NamedTuple
 
 
 class CostModel:
@@ -52,8 +53,9 @@ class CostModel:
         """
         times = self._calls.get(drafter) or {1: self.CALL * self.of_pass(1)}
         nearest = min(times, key=lambda count: abs(math.log(count / sequences)))
-        further = 1 + self.FURTHER_CALL * (sequences - 1)
-        return times[nearest] * further / (1 + self.FURTHER_CALL * (nearest - 1))
+        wanted_factor = 1 + self.FURTHER_CALL * (sequences - 1)
+        nearest_factor = 1 + self.FURTHER_CALL * (nearest - 1)
+        return times[nearest] * wanted_factor / nearest_factor
 
     def of_reading(self, drafter: Hashable, tokens: int) -> float:
         """Return about how many seconds a drafter takes to read `tokens` tokens."""
@@ -62,19 +64,20 @@ class CostModel:
     def observe_pass(self, rows: int, seconds: float, context: float = 0.0) -> None:
         """Record that a pass took `seconds`, of which `context` are expected for the contexts.
 
-        The sizes nearest to `rows` take most of the correction, the more the longer ago they were
-        seen, and what contexts add more of it the larger its share. A part goes to all sizes:
-        otherwise what was in use while the machine was busy would seem slow afterwards.
+        The sizes nearest to `rows` take most of the correction. A size takes more of it the longer
+        ago it was seen. What contexts add takes more of it the larger its share of the time. A part
+        of the correction goes to all sizes: otherwise what was in use while the machine was busy
+        would seem slow afterwards.
         """
         expected = self.of_pass(rows) + context
         ratio = self._ratio(seconds, expected)
-        low, high, part = _neighbours(self.passes, rows)
+        near = _neighbours(self.passes, rows)
         for size in self.passes:
             share = 0.0
-            if size == high:
-                share = part
-            elif size == low:
-                share = 1 - part
+            if size == near.high:
+                share = near.part
+            elif size == near.low:
+                share = 1 - near.part
             self._seen[size] = (1 - self.FADE) * self._seen[size] + share
             recent = min(self.MOST, share / self._seen[size])
             self.passes[size] *= math.pow(ratio, max(self.COMMON, recent))
@@ -98,19 +101,26 @@ class CostModel:
 
 def _interpolate(table: dict[int, float], size: int) -> float:
     """Return the value of `table` at `size`: between its keys in line, beyond in proportion."""
-    low, high, part = _neighbours(table, size)
-    between = table[low] * (1 - part) + table[high] * part
-    return between * max(1.0, size / high)
+    near = _neighbours(table, size)
+    between = table[near.low] * (1 - near.part) + table[near.high] * near.part
+    return between * max(1.0, size / near.high)
 
 
-def _neighbours(table: dict[int, float], size: int) -> tuple[int, int, float]:
-    """Return the keys of `table` around `size`, and how far between them it lies (0 to 1)."""
+class Neighbours(NamedTuple):
+    """The two sizes of a table around a size, and how far from `low` to `high` it lies (0 to 1)."""
+
+    low: int
+    high: int
+    part: float
+
+
+def _neighbours(table: dict[int, float], size: int) -> Neighbours:
+    """Return the keys of `table` around `size`; beyond its ends the last key, twice."""
     keys = list(table)
     i = bisect_left(keys, size)
-    if i == 0:
-        return keys[0], keys[0], 1.0
-    if i == len(keys):
-        return keys[-1], keys[-1], 1.0
+    if i == 0 or i == len(keys):
+        nearest = keys[0] if i == 0 else keys[-1]
+        return Neighbours(nearest, nearest, 1.0)
     low = keys[i - 1]
     high = keys[i]
-    return low, high, (size - low) / (high - low)
+    return Neighbours(low, high, (size - low) / (high - low))

@@ -56,7 +56,7 @@ class EngineLoop:
         self.engine = engine
         self.inbox: SimpleQueue[Command | None] = SimpleQueue()  # None ends the thread
         self.clients: dict[SequenceState, Sequence[Client]] = {}
-        self.began: float | None = None  # when its latest work began; None while it is idle
+        self.began: float | None = None  # when its latest work began; None while there is no work
         self.error: BaseException | None = None  # what ended the thread, if nobody asked for it
 
     def run(self) -> None:

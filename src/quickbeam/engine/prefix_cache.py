@@ -17,7 +17,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ class Chunk:
     """One chunk of tokens, behind those of its parents.
 
     - `key`: its tokens.
-    - `kv`: the target's keys and values.
+    - `kv`: the target's keys and values; empty once the chunk is dropped.
     - `last_hidden`: the hidden states `[1, layers * d]` of the last token, if known.
     - `draft`: the drafter's rows, if known.
     - `hidden`: the hidden states of all its tokens, as long as the drafter's rows are not known.
@@ -42,9 +41,9 @@ class Chunk:
 
     parent: Chunk | None = None
     key: tuple[int, ...] = ()
-    kv: Any = None
+    kv: list[Page] = field(default_factory=list)
     last_hidden: torch.Tensor | None = None
-    draft: Any = None
+    draft: list[Page] | None = None
     hidden: torch.Tensor | None = None
     snapshot: Page | None = None
     children: dict[tuple[int, ...], Chunk] = field(default_factory=dict)
@@ -184,7 +183,7 @@ class PrefixCache:
         for chunk in list(self._by_use):
             kv = chunk.kv
             snapshot = chunk.snapshot
-            if chunk in without or kv is None or not self._pool.is_evictable(kv):
+            if chunk in without or not kv or not self._pool.is_evictable(kv):
                 continue
             pages += -(-self.size // self._pool.page)
             if snapshot is not None and self._pool.is_evictable([snapshot]):
@@ -196,10 +195,10 @@ class PrefixCache:
 
         Where all are held, a snapshot goes. Returns whether there was anything to drop.
         """
-        idle = (chunk for chunk in self._by_use if self._pool.is_evictable(chunk.kv))
-        if (first := next(idle, None)) is not None:
+        free = (chunk for chunk in self._by_use if self._pool.is_evictable(chunk.kv))
+        if (first := next(free, None)) is not None:
             below = [first]
-            for chunk in below:  # grows meanwhile
+            for chunk in below:  # which gets longer in the loop
                 below += chunk.children.values()
             for chunk in reversed(below):
                 self._drop(chunk)
@@ -220,7 +219,8 @@ class PrefixCache:
         self._drop_snapshot(chunk)
         if chunk.draft is not None and self.drafter is not None and self.drafter.pool is not None:
             self.drafter.pool.unpin(chunk.draft)
-        chunk.kv = chunk.draft = chunk.last_hidden = chunk.hidden = None
+        chunk.kv = []
+        chunk.draft = chunk.last_hidden = chunk.hidden = None
         chunk.children = {}
 
     def _touch(self, chunks: Sequence[Chunk]) -> None:

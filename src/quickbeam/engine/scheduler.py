@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
-from quickbeam.engine.prefix_cache import PrefixCache
+from quickbeam.drafters.base import DrafterState
+from quickbeam.engine.prefix_cache import Chunk, PrefixCache
 from quickbeam.engine.proposing import SequenceProposal, fail
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.models.base import Chain, Draft, Model, Part
-from quickbeam.models.cache.kv import OutOfPages
+from quickbeam.models.cache.kv import OutOfPages, Page
 
 TREE = 64  # how many rows a sequence may need besides its tokens
 # Where so many sequences may be active, the last slot is kept for tenants that have none active. It
@@ -203,21 +203,32 @@ class Scheduler:
         if not chunks:
             return
         assert sequence.cache is not None
-        # looked up first, since making room for the sequence may drop chunks that it adopts
+        # looked up first, since making room for the drafter's rows may drop these chunks
         kv = [chunk.kv for chunk in chunks]
         snapshot = chunks[-1].snapshot
         if state is not None and drafter is prefixes.drafter:
-            # the drafter has read the first chunks; of the others it gets the hidden states
-            drafted = list(takewhile(lambda chunk: chunk.draft is not None, chunks))
-            parts = [chunk.last_hidden for chunk in drafted[-1:]]
-            parts += [chunk.hidden for chunk in chunks[len(drafted) :]]
-            hidden = [rows for rows in parts if rows is not None]
-            if drafted or hidden:
-                state.attach([chunk.draft for chunk in drafted], prefixes.size, hidden)
+            self._reuse_draft(state, chunks)
         sequence.cache.attach(kv, prefixes.size, snapshot)
         sequence.chunks = list(chunks)
         if not sequence.statistics.preemptions:  # after one, the chunks may hold its answer
             sequence.statistics.cached_tokens = len(chunks) * prefixes.size
+
+    def _reuse_draft(self, state: DrafterState, chunks: Sequence[Chunk]) -> None:
+        """Begin a drafter's state with the rows of the first chunks, if the drafter has read any.
+
+        Of the other chunks it gets the hidden states, as far as they are kept.
+        """
+        rows = list[list[Page]]()
+        for chunk in chunks:
+            if chunk.draft is None:
+                break
+            rows.append(chunk.draft)
+        hidden = [chunk.hidden for chunk in chunks[len(rows) :]]
+        if rows:
+            hidden.insert(0, chunks[len(rows) - 1].last_hidden)
+        known_hidden = [states for states in hidden if states is not None]
+        if rows or known_hidden:
+            state.attach(rows, self.prefixes.size, known_hidden)
 
     def preempt(self, sequence: SequenceState) -> None:
         """Free all of an active sequence but its text, and let it wait again."""

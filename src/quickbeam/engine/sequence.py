@@ -13,7 +13,7 @@ import torch
 
 from quickbeam.config import Budget
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DrafterState
-from quickbeam.drafters.prediction import PredictedText
+from quickbeam.drafters.predicted_text import PredictedText
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics

@@ -1,6 +1,6 @@
 """DynaSpec (2510.13847): the drafter scores the part of its vocabulary that the context calls for.
 
-In the paper's order, with the places where each step is:
+In the paper's order, with the files where each step is:
 
 1. *Clusters*, offline. The paper divides the vocabulary by spherical k-means on the rows of the
    drafter's head. Here the tokens of a cluster follow the same texts (`pifa` in `train/router.py`).

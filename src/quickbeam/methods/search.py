@@ -30,7 +30,7 @@ CHILD_SHARE = 0.5
 # One call asks about all such paths that are at least this share as likely as the likeliest.
 FRACTION = 0.1
 # If a tree may have more nodes than this, a pass is so slow that calls of the drafter cost little
-# beside it. The drafter is then asked along the text's own continuation, too.
+# beside it. The drafter is then asked along what the text repeats, too.
 WIDE = 128
 
 
@@ -131,9 +131,9 @@ class Search:
     def below_cost(self, value: float, nodes: int) -> bool:
         """Whether a path is not worth its node if there are at least `nodes - 1` likelier ones.
 
-        Its likelier siblings and its ancestors are such paths, so most paths need not be entered at
-        all. (Siblings count as likelier by their rank. Observed rates may turn two estimates
-        around; one such path may then be missed.)
+        The path's likelier siblings and its ancestors are such paths, so most paths need not be
+        entered at all. (Siblings count as likelier by their rank. Observed rates may make the later
+        of two siblings the likelier one. Such a path may be missed.)
         """
         return self.costed and value <= self.context.node_cost(nodes)
 

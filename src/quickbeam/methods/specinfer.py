@@ -9,12 +9,12 @@ from quickbeam.tree import TokenTree
 
 
 class SpecInfer(Method):
-    """`branches` that part at the root and grow by a token each with every call of the drafter.
+    """`branches` that part at the root. Every call of the drafter adds a token to each of them.
 
-    This goes on until the budget is used up. One branch is plain speculative decoding (2211.17192,
-    2302.01318). Several are SpecInfer (2305.09781), in the form that DySpec and Sequoia compare
-    with. First tokens are drawn without replacement, so that no two branches are the same. Nodes
-    come layer by layer.
+    Calls are made until the budget is used up. One branch is plain speculative decoding
+    (2211.17192, 2302.01318). Several are SpecInfer (2305.09781), in the form that DySpec and
+    Sequoia compare with. First tokens are drawn without replacement, so that no two branches are
+    the same. Nodes come layer by layer.
     """
 
     def __init__(self, drafter: Drafter, branches: int = 3) -> None:

@@ -51,8 +51,8 @@ class Layout:
         """`[vocab]` int64: the cluster of each token, or `FREQUENT` or `ABSENT`."""
         clusters = torch.full((self.vocab,), ABSENT, dtype=torch.int64)
         clusters[self.order[: self.frequent]] = FREQUENT
-        rest = self.order[self.frequent :]
-        clusters[rest] = torch.arange(len(rest)) // self.size
+        in_clusters = self.order[self.frequent :]
+        clusters[in_clusters] = torch.arange(len(in_clusters)) // self.size
         return clusters
 
     def scored(self, clusters: torch.Tensor) -> torch.Tensor:
