@@ -134,7 +134,7 @@ class Commit:
         path, token = self._accept(sequence, tree, passed)
         assert proposal.result is not None
         proposal.result.learn(tree, path)
-        for source in sequence.method.sources:
+        for source in proposal.method.sources:
             source.learn(sequence.context, tree, passed.logits)
         self._rows(sequence, path, passed)
         tokens = [*(tree.token[node] for node in path[1:]), token]

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from quickbeam.drafters.base import Drafter, DraftProbs, DraftRequest
 from quickbeam.engine.budget import ASKED, PLAIN, MeasuredBudget
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.methods.base import NoDraft, Proposal, ProposalSteps
+from quickbeam.methods.base import Method, NoDraft, Proposal, ProposalSteps
 from quickbeam.methods.constrained import constrained
 from quickbeam.models.base import Draft
 
@@ -46,12 +46,14 @@ TOKENS_PER_STEP = 2.0  # about
 class SequenceProposal:
     """One sequence's tree while it is proposed.
 
+    - `method`: what proposes it, `NoDraft` in a step without trees.
     - `request`: its next request to the drafter, None once there is a result.
     - `result`: the result, once there is one.
     - `calls`, `seconds`: the drafter's calls for it and its share of their time.
     """
 
     sequence: SequenceState
+    method: Method
     steps: ProposalSteps
     request: DraftRequest | None = None
     result: Proposal | None = None
@@ -159,7 +161,7 @@ class StepProposer:
         steps = method.propose(context, nodes, max_depth)
         if context.grammar is not None:
             steps = constrained(steps, context, nodes, max_depth)
-        return SequenceProposal(sequence, steps)
+        return SequenceProposal(sequence, method, steps)
 
     def _measured_nodes(self, sequence: SequenceState) -> int:
         """Return how many nodes a tree may have, and give the context what a node costs."""
