@@ -61,7 +61,7 @@ def test_arguments_come_as_text():
 
 
 def test_a_replica_is_healthy_while_it_answers(toy_folder):
-    replica = Replica({"model": toy_folder, "dtype": "float32"}, {"served_name": "toy"})
+    replica = Replica({"model": toy_folder, "dtype": "float32"}, {"served_names": ("toy",)})
     replica.check_health()
     replica.runner.gate.phase = "draining"
     refuses("draining", replica.check_health, error=QuickbeamError)

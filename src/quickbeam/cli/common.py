@@ -12,13 +12,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from quickbeam import hub
-from quickbeam.config import LLMOptions, ReportProgress, check_vocab
+from quickbeam.config import LLMOptions, ReplicaOptions, ReportProgress, check_vocab
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.grammar.spec import Grammar
 from quickbeam.hub.mtp import MTP
@@ -45,14 +45,8 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 class LoadOptions(LLMOptions):
     """The options of `LLM` for commands, checked before PyTorch is imported."""
 
-    method: str = field(
-        default="auto",
-        metadata={
-            "metavar": "NAME",
-            "help": f"How tokens are drafted: {', '.join(METHODS)}.",
-            "common": True,
-        },
-    )
+    # only here are the names of methods known
+    HELP: ClassVar = {"method": f"How tokens are drafted: {', '.join(METHODS)}."}
 
     def check(self) -> None:
         """Raise `InvalidInput` for what can be seen to be wrong before PyTorch is imported."""
@@ -94,15 +88,11 @@ def check_models(*names: str | PathLike[str] | None) -> None:
 
 
 @dataclass(frozen=True)
-class ReplicaOptions:
-    """Whether answers are computed by replicas on Ray."""
+class RayOptions(ReplicaOptions):
+    """Replicas of the model on Ray, if asked for."""
 
     ray: bool = False
     """Answer by replicas of the model on Ray, on this machine or a cluster."""
-    replicas: int = field(default=1, metadata={"min": 1})
-    """Replicas of the model, with --ray."""
-    threads: int = field(default=1, metadata={"min": 1})
-    """Threads that each replica computes with, with --ray."""
 
     def check(self, loading: LoadOptions) -> None:
         """Raise `InvalidInput` for options that don't fit one another, or can't be loaded here."""

@@ -3,7 +3,8 @@
 A field of a command's dataclass becomes an option of its name, with its type and default, and its
 attribute docstring as help. `metadata` of the field may say more: `choices`, `metavar`, `min`,
 `max`, `help` in place of the docstring, `option`: other names, or False for none, `argument`: True
-for what is given without a name, and `common`: True for an option that many people use.
+for what is given without a name, and `common`: True for an option that many people use. A command's
+dataclass may have `HELP`, texts in place of those of its bases.
 
 The help of a command shows common options first, the others of each dataclass together below the
 first words of its docstring. Errors about a field are in the words of the command line.
@@ -115,9 +116,11 @@ def _option(owner: type, field: Field[Any], given: Any) -> Parameter:
     """Return the parameter that typer makes an option from. `given`: an instance with defaults."""
     kind: Any = _hints(owner)[field.name]
     more, default = dict(field.metadata), getattr(given, field.name, field.default)
-    text = more.pop("help", None) or _docs(owner).get(field.name, "")
+    for key in ("option", "rule"):
+        more.pop(key, None)
+    texts = {field.name: more.pop("help", "")} | getattr(owner, "HELP", {})
+    text = texts.get(field.name) or _docs(owner).get(field.name, "")
     name, *others = _names(owner, field)
-    more.pop("option", None)
     heading = COMMON if more.pop("common", False) else _heading(_declaring(owner, field.name))
     if default is MISSING:
         default = None if type(None) in get_args(kind) else Parameter.empty
