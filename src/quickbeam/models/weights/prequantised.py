@@ -247,14 +247,15 @@ class QuantisedTensor:
         data = torch.empty(self.outputs, size, dtype=torch.uint8, device="meta")
         return BlockRows(data, self.format, self.order)
 
-    def rows(self, files: TensorFiles, first: int, last: int) -> Weight:
-        """Return rows: in blocks, or without the kernels their numbers in float32.
+    def rows(
+        self, files: TensorFiles, first: int, last: int, kernels: Kernels | None = None
+    ) -> Weight:
+        """Return rows: in blocks, or without `kernels` their numbers in float32.
 
         Raises `InvalidInput` for numbers that are not finite, and `QuickbeamError` naming a file
         that can't be read.
         """
         read = self.layout({part: self._read(files, name) for part, name in self.parts.items()})
-        kernels = library.kernels()
         if kernels is None:
             numbers = widened(read, self.order)
             if not bool(numbers.isfinite().all()):
