@@ -25,10 +25,10 @@ from quickbeam.params import (
     SamplingParams,
     check_values,
     each,
+    integer,
     is_text,
     number,
     optional,
-    whole,
 )
 
 DTYPES = ("bfloat16", "float16", "float32", "auto")
@@ -127,16 +127,16 @@ SOURCE = (
 DEVICE = (lambda value: value is None or bool(str(value)), "a device, as 'cpu' or 'cuda', or None")
 METHOD = (is_text, "the name of a method, as 'auto' or 'ar'")
 VOCAB = (optional(is_text), f"one of {', '.join(VOCABS)}, or None")
-SHORTLIST = (optional(whole(1)), "an integer of at least 1, or None")
+SHORTLIST = (optional(integer(1)), "an integer of at least 1, or None")
 SIZE = (_is_size, "a size of memory, as 2GB, 512MiB or bytes")
 SIZE_OR_0 = (lambda value: str(value) == "0" or _is_size(value), f"{SIZE[1]}; 0: none")
 OPTIONAL_SIZE = (optional(_is_size), SIZE[1])
-COUNT = (whole(1), "an integer of at least 1")
-OPTIONAL_COUNT = (optional(whole(1)), f"{COUNT[1]}, or None")
+COUNT = (integer(1), "an integer of at least 1")
+OPTIONAL_COUNT = (optional(integer(1)), f"{COUNT[1]}, or None")
 SECONDS = (number(0, MAX_SECONDS), "a number of seconds of at least 0")
 DEFAULT_TEMPERATURE = (optional(RULES["temperature"][0]), f"{RULES['temperature'][1]}, or None")
 RESERVED = (number(0, math.inf), "a number of at least 0")
-PORT = (whole(0, 65535), "between 0 and 65535 (0: any free one)")
+PORT = (integer(0, 65535), "between 0 and 65535 (0: any free one)")
 NAMES = (each(_is_name), "names of the model, none of which is empty")
 ORIGINS = (each(_is_origin), "origins, each of them * or beginning with http:// or https://")
 
@@ -394,27 +394,27 @@ TEMPLATE_ARGUMENTS = ("tools", "enable_thinking", "continue_final_message", "cha
 
 def check_call(options: Mapping[str, Any]) -> None:
     """Raise `InvalidInput` for an unknown option of a call, and for a value of the wrong type."""
-    for option in options.keys() - CallOptions.__annotations__.keys():
-        known = CallOptions.__annotations__
-        advice = f"known: {', '.join(known)}{did_you_mean(option, known)}"
+    accepted = CallOptions.__annotations__
+    for option in options.keys() - accepted.keys():
+        advice = f"known: {', '.join(accepted)}{did_you_mean(option, accepted)}"
         if option in SamplingParams.__dataclass_fields__:
             advice = f"give it in SamplingParams({option}=…)"
         elif option in TEMPLATE_ARGUMENTS:
             advice = f"give it to `chat` as template={{'{option}': …}}"
         raise InvalidInput(f"unknown option '{option}'; {advice}")
-    is_method, accepted = METHOD
+    is_method, method_in_words = METHOD
     rules = {
-        "method": (optional(is_method), f"{accepted}, or None"),
+        "method": (optional(is_method), f"{method_in_words}, or None"),
         "vocab": VOCAB,
         "shortlist": SHORTLIST,
     }
     check_values(options, {name: rule for name, rule in rules.items() if name in options})
 
 
-def refuse_unknown(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise `InvalidInput` for a value of the option `name` that is none of the `known` ones."""
-    if value not in known:
-        raise InvalidInput(f"unknown {name} {value!r}; known: {', '.join(known)}")
+def refuse_unknown(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise `InvalidInput` for a value of the option `name` that is none of its `choices`."""
+    if value not in choices:
+        raise InvalidInput(f"unknown {name} {value!r}; known: {', '.join(choices)}")
 
 
 def parse_budget(budget: int | str | None) -> Budget | None:
@@ -426,7 +426,7 @@ def parse_budget(budget: int | str | None) -> Budget | None:
         return budget  # type: ignore[return-value]
     if isinstance(budget, str) and budget.isascii() and budget.isdecimal():
         budget = int(budget)
-    if not whole(0, MAX_BUDGET)(budget):
+    if not integer(0, MAX_BUDGET)(budget):
         raise InvalidInput(
             f"budget={budget!r}: must be auto (or 0) for the measured budget, or a number of "
             f"nodes, at most {MAX_BUDGET}"

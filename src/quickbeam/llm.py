@@ -58,7 +58,7 @@ from quickbeam.models.text.prompts import (
     prompt_ids,
 )
 from quickbeam.models.weights.formats import pick_device, refuse_memory, refuse_place, wanted_dtype
-from quickbeam.params import SamplingParams, check_values, optional, whole
+from quickbeam.params import SamplingParams, check_values, integer, optional
 from quickbeam.sampling import Sampler, bad_word_ids
 
 Observer = Callable[[StepRecord], None]
@@ -70,7 +70,7 @@ TEMPLATE_RULES = {
     )
 }
 STREAM_RULES = {
-    "choice": (optional(whole(0)), "an integer of at least 0, or None"),
+    "choice": (optional(integer(0)), "an integer of at least 0, or None"),
     "observer": (optional(callable), "a function that is called with each step's StepRecord"),
 }
 KV_SHARE = 0.5  # the share of the memory free after loading that keys and values may take

@@ -92,9 +92,9 @@ class SamplingParams:
         most = self.max_tokens
         accepted = "an integer of at least 1 (0: only with log-probabilities of the prompt)"
         rules = {
-            "max_tokens": (whole(least), accepted),
+            "max_tokens": (integer(least), accepted),
             **RULES,
-            "min_tokens": (whole(0, most), f"an integer between 0 and max_tokens={most!r}"),
+            "min_tokens": (integer(0, most), f"an integer between 0 and max_tokens={most!r}"),
         }
         check_values(vars(self), rules)
 
@@ -162,7 +162,7 @@ def number(low: float, high: float, kind: Any = Real) -> Rule:
     )
 
 
-def whole(low: int, high: float = math.inf) -> Rule:
+def integer(low: int, high: float = math.inf) -> Rule:
     return number(low, high, Integral)
 
 
@@ -187,16 +187,16 @@ def is_text(text: Any) -> bool:
 
 def _is_bias(item: tuple[Any, Any]) -> bool:
     token, value = item
-    return whole(0)(token) and (value == -math.inf or number(-1e30, 1e30)(value))
+    return integer(0)(token) and (value == -math.inf or number(-1e30, 1e30)(value))
 
 
 MODERATE = (number(-1e30, 1e30), "a number between -1e30 and 1e30 (0: off)")
-FEW = (optional(whole(0, 100)), "an integer between 0 and 100, or None")
+FEW = (optional(integer(0, 100)), "an integer between 0 and 100, or None")
 TEXTS = (each(is_text), "a text or a list of texts, none of them empty, of whole characters")
 FLAG = (lambda value: isinstance(value, bool), "True or False")
 RULES: Rules = {
     "temperature": (number(0, 1e30), "a number between 0 and 1e30 (0: the most probable token)"),
-    "top_k": (whole(0), "an integer of at least 0 (0: off)"),
+    "top_k": (integer(0), "an integer of at least 0 (0: off)"),
     "top_p": (number(5e-324, 1), "a number above 0 and at most 1 (1: off)"),
     "min_p": (number(0, 1), "a number between 0 and 1 (0: off)"),
     "repetition_penalty": (number(1e-6, 1e6), "a number between 1e-6 and 1e6 (1: off)"),
@@ -205,13 +205,13 @@ RULES: Rules = {
     "logit_bias": (lambda bias: isinstance(bias, Mapping) and all(map(_is_bias, bias.items())),
         "a mapping of token ids to numbers between -1e30 and 1e30 (minus infinity bans a token)"),
     "stop": TEXTS,
-    "stop_token_ids": (each(whole(0)), "a list of token ids"),
+    "stop_token_ids": (each(integer(0)), "a list of token ids"),
     "logprobs": FEW,
     "prompt_logprobs": FEW,
-    "seed": (optional(whole(-(2**63), 2**64 - 1)), "an integer of at most 64 bits, or None"),
+    "seed": (optional(integer(-(2**63), 2**64 - 1)), "an integer of at most 64 bits, or None"),
     "ignore_eos": FLAG,
     "skip_special_tokens": FLAG,
-    "n": (whole(1, 128), "an integer between 1 and 128"),
+    "n": (integer(1, 128), "an integer between 1 and 128"),
     "bad_words": TEXTS,
     "include_stop_str_in_output": FLAG,
     "grammar": (optional(lambda value: isinstance(value, Grammar)), "a Grammar, as "

@@ -127,9 +127,9 @@ class GrammarOptions:
 
     def grammar(self) -> Grammar | None:
         """Return what `SamplingParams` takes for these options."""
-        given = [name for name, value in vars(self).items() if value not in (None, False)]
-        if len(given) > 1:
-            names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        set_options = [name for name, value in vars(self).items() if value not in (None, False)]
+        if len(set_options) > 1:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in set_options)
             raise InvalidInput(f"{names}: an answer follows one grammar; give one of them")
         if self.json_schema is not None:
             schema = self.json_schema
@@ -313,7 +313,7 @@ def save(option: str, path: Path, content: str | dict[str, Any]) -> None:
 def statistics_text(completion: Completion, kernels: str, verbose: bool = False) -> str:
     """Return what an answer cost, in a line, and what was done where the drafter is too slow.
 
-    `verbose`: with further lines, for who compares methods or machines.
+    `verbose`: with further lines, to compare methods or machines by.
     """
     s = completion.statistics
     # an answer that ended by itself needs no word
@@ -324,7 +324,7 @@ def statistics_text(completion: Completion, kernels: str, verbose: bool = False)
     if "drafter" in s.sources and s.steps > 8 * max(1, s.drafter_calls):
         used = [SOURCES.get(name, name) for name, count in s.sources.items() if count.drafted]
         others = [name for name in used if name != SOURCES["drafter"]]
-        instead = f"drafted from {listed(others)}" if others else "decoded without drafts"
+        instead = f"drafted from {in_words(others)}" if others else "decoded without drafts"
         lines.append(f"{instead}: faster here than the drafter")
     if verbose:
         lines += more_statistics(completion, kernels)
@@ -350,6 +350,6 @@ def more_statistics(completion: Completion, kernels: str) -> list[str]:
     return [*lines, f"{exact} to plain decoding, kernels: {kernels}"]
 
 
-def listed(words: Sequence[str]) -> str:
+def in_words(words: Sequence[str]) -> str:
     """Return words as in `a, b and c`."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -129,9 +129,9 @@ def failures(failed: Mapping[str, str], lines: Mapping[str, int]) -> list[str]:
     texts = list[str]()
     for name in named[:MOST_NAMED]:
         where, reason = f"line {lines[name]}", shorten(failed[name], REASON, placeholder=" …")
-        own = f" ({name})" if name != f"line-{lines[name]}" else ""
+        custom_id = f" ({name})" if name != f"line-{lines[name]}" else ""
         # a line that is no request says so itself
-        where = f"{where}{own}: " if not reason.startswith(where) else ""
+        where = f"{where}{custom_id}: " if not reason.startswith(where) else ""
         texts.append(harmless(f"  {where}{reason}"))
     if len(named) > MOST_NAMED:
         texts.append(f"  and {len(named) - MOST_NAMED} more; their records say why")
@@ -152,7 +152,7 @@ async def answer(
             from quickbeam.serve.endpoints import InProcessServer
         answering = InProcessServer(loading.load(), files.served_name)
     shown = {"unit": "answer", "disable": not sys.stderr.isatty()}
-    async with answering as one:
+    async with answering as answer_request:
         with tqdm(total=total, initial=len(journal.done), **shown) as bar:
             window = AHEAD * loading.max_running * replicas.replicas
-            await run(read(files.source), one, journal, window, bar.update)
+            await run(read(files.source), answer_request, journal, window, bar.update)

@@ -1,7 +1,7 @@
 """Opens a `Model` by name.
 
 Its folder, or its `.gguf` file, is read as data. Weights are in memory, as they come or quantised.
-Or a part of them is read from disk or copied from host memory in every pass.
+With a limit of memory, a part of them is read from disk or copied from host memory in every pass.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def open_model(
         return LoadedModel(model, checkpoint.tokenizer, checkpoint.eos_ids, sampling)
     generation = read_json(checkpoint.path / "generation_config.json")
     tokenizer = load_tokenizer(tokenizer_folder(checkpoint), checkpoint.config)
-    ends = eos_ids(generation, checkpoint.config, tokenizer) | known_eos_ids(tokenizer)
-    return LoadedModel(model, tokenizer, ends, sampling_defaults(generation))
+    end_ids = eos_ids(generation, checkpoint.config, tokenizer) | known_eos_ids(tokenizer)
+    return LoadedModel(model, tokenizer, end_ids, sampling_defaults(generation))
 
 
 def tokenizer_folder(checkpoint: Checkpoint | AdaptedCheckpoint) -> Path:

@@ -65,7 +65,7 @@ class Ticket:
         self._unfinished = choices
 
     def weigh(self, tokens: int) -> None:
-        """Count the prompts with so many tokens while they wait; 0: they wait no longer."""
+        """Count `tokens` of the prompts while these wait. 0: the prompts wait no longer."""
         if self.tokens:
             self.gate.waiting_tokens += tokens - self.tokens
             self.tokens = tokens

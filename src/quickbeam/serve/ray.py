@@ -64,8 +64,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         elif name in groups:
             groups[name][name] = value
         else:
-            known = ", ".join([*groups, "settings"])
-            raise InvalidInput(f"unknown argument {name!r}; known: {known}")
+            names = ", ".join([*groups, "settings"])
+            raise InvalidInput(f"unknown argument {name!r}; names: {names}")
     try:
         server_options = ServerOptions(**server)
     except TypeError as error:

@@ -27,7 +27,7 @@ SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # that change nothing
 
 
 class Guard:
-    """An ASGI middleware that lets through what the options allow.
+    """An ASGI middleware that refuses what the options do not allow.
 
     With API keys it requires one of them. Without keys, it refuses web pages of other sites, whose
     name may be made to point to this machine. It refuses bodies that are too large or too slow, and

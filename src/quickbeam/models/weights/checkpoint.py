@@ -269,7 +269,7 @@ class Checkpoint(Parameters):
                 self._in_blocks |= {rows.name for rows in linear.weights}
         self._sources = self._find_sources(self.stack)
         # parameters that keep every bit
-        self._exact: set[str | None] = {of.routing.correction for of in experts(self.stack)}
+        self._exact: set[str | None] = {layer.routing.correction for layer in experts(self.stack)}
         if self.quantised:  # most often in half precision
             self._exact |= {name for name in self._sources if len(self.shape(name)) == 1}
         check_shapes(self.stack, self.shape, expected(self.stack, self.config))
@@ -419,7 +419,7 @@ class Checkpoint(Parameters):
         _, _, last = name.rpartition(".")
         if self._method is not None and last in UNREAD:
             return True
-        return name.endswith(".bias") and not self._files.whole(tensor).float().any()
+        return name.endswith(".bias") and not self._files.tensor(tensor).float().any()
 
     def mapped(self, name: str) -> Any:
         """Return a parameter whose rows are read from its file as they are needed.
@@ -442,8 +442,8 @@ class Checkpoint(Parameters):
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
         """Return rows `first` to `last` (excluded) of a parameter.
 
-        They have the bits that loading the model gives: corrections of routers keep every bit, and
-        so do norms and biases beside weights in few bits. Weights in few bits stay in blocks
+        The rows have the bits that loading the model gives: corrections of routers keep every bit,
+        and so do norms and biases beside weights in few bits. Weights in few bits stay in blocks
         (`BlockRows`; of MXFP4, rows are those of the transposed matrices) where the other
         parameters are bfloat16. Raises `QuickbeamError` naming the file where it can't be read.
         """

@@ -52,7 +52,7 @@ def check_weights(name: str) -> str:
 def refuse_place(name: str, device: torch.device, dtype: torch.dtype | None) -> None:
     """Raise `InvalidInput` if a device or a number format can't have quantised weights.
 
-    They need the CPU and bfloat16. `dtype` None stands for the default.
+    Quantised weights need the CPU and bfloat16. `dtype` None stands for the default.
     """
     if name == BFLOAT16:
         return
@@ -72,7 +72,8 @@ def refuse_place(name: str, device: torch.device, dtype: torch.dtype | None) -> 
 def refuse_memory(device: torch.device, dtype: torch.dtype | None, kernels: Kernels | None) -> None:
     """Raise `InvalidInput` if no model's weights could be streamed under these settings.
 
-    They can on CUDA. A CPU needs `kernels` for it, and a `dtype` that they run (or none).
+    CUDA can stream weights. A CPU needs `kernels` to, and a `dtype` that the kernels run (or
+    none).
     """
     if device.type == "cuda":
         return
