@@ -34,6 +34,7 @@ RUNS = {
     "agents": (["--limit", "2", "--rounds", "1", "--max-tokens", "8"], "memory_of_answers"),
     "compare_drafters": (["ar", "auto", "dyspec:4", *FEW, "--temperature", "1"], "drafters"),
     "heads": (["--shapes", "512x32", "--repeats", "1", "--rows", "1,2"], "heads"),
+    "mapped": (["--max-tokens", "6"], "seconds"),
     "memory": ([*FEW, "--memory", "20000", "--methods", "ar,dyspec:8"], "methods"),
     "passes": (["--contexts", "8,20", "--widths", "1,4", "--repeats", "1"], "contexts"),
     "simulate": (["--traces", TRACES, "--loads", "1,64", "--shape", "30b-a3b"], "table"),
