@@ -167,7 +167,8 @@ def words_of(layer: Any) -> tuple[str, str, str]:
     experts = getattr(fed, "routing", None)
     if experts is not None:
         shared = " and a shared one" if fed.shared is not None else ""
-        feeds = f"{experts.top} of {len(fed.chosen)} experts{shared}, {fed.chosen[0].activation}"
+        count, activation = len(fed.candidates), fed.candidates[0].activation
+        feeds = f"{experts.top} of {count} experts{shared}, {activation}"
     else:
         feeds = "none" if fed is None else f"{'gated ' if fed.gated else ''}{fed.activation}"
     norm = layer.attention_before or layer.attention_after or layer.feed_forward_before

@@ -154,10 +154,10 @@ def llm(toy_folder):
 
 @pytest.fixture(scope="module")
 def runner(llm):
+    from quickbeam.config import ServerOptions
     from quickbeam.serve.runner import Runner
-    from quickbeam.serve.settings import ServeSettings
 
-    runner = Runner(ServeSettings(served_name="toy", aliases=("small",)), llm)
+    runner = Runner(ServerOptions(served_names=("toy", "small")), llm)
     yield runner
     asyncio.run(runner.close())
 
@@ -165,10 +165,10 @@ def runner(llm):
 @pytest.fixture
 def scripted(llm):
     """A server whose answers are given."""
-    from quickbeam.serve.settings import ServeSettings
+    from quickbeam.config import ServerOptions
     from serving import ScriptedRunner
 
-    return ScriptedRunner(ServeSettings(served_name="toy"), llm)
+    return ScriptedRunner(ServerOptions(served_names=("toy",)), llm)
 
 
 @pytest.fixture(scope="session")

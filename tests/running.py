@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager, contextmanager
 import uvicorn
 
 from quickbeam import SamplingParams
+from quickbeam.config import ServerOptions
 from quickbeam.serve.runner import Job, Runner
 from quickbeam.serve.server import config, listen
-from quickbeam.serve.settings import ServeSettings
 from serving import client
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -20,7 +20,7 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 @asynccontextmanager
 async def served(llm, **settings):
     """A runner, and a client of its application. The model may be used again afterwards."""
-    runner = Runner(ServeSettings(**settings), llm)
+    runner = Runner(ServerOptions(**settings), llm)
     try:
         async with client(runner) as web:
             yield runner, web

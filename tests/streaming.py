@@ -32,7 +32,7 @@ def saved(layout, folder, toy_folder, layers=None, **changes):
 
 
 def stored(folder):
-    return Checkpoint(Path(folder), torch.bfloat16)
+    return Checkpoint(Path(folder), torch.bfloat16, library.kernels())
 
 
 def limits(checkpoint, weights="bfloat16"):

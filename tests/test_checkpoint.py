@@ -49,7 +49,7 @@ from test_families import CONFIGS, IDS, made, methods
 def test_a_folder_says_what_the_model_in_it_is(name, tmp_path):
     model = made(name)
     model.save_pretrained(tmp_path)
-    checkpoint = Checkpoint(tmp_path, torch.float32)
+    checkpoint = Checkpoint(tmp_path, torch.float32, library.kernels())
     assert checkpoint.stack == describe(model)
     for one, parameter in model.named_parameters(remove_duplicate=False):
         assert torch.equal(checkpoint(one), parameter), one
@@ -74,7 +74,7 @@ def test_a_model_without_its_head_and_with_tensors_of_another_type(tmp_path):
     model = made("llama", torch.float16)
     model.model.save_pretrained(tmp_path)
     configure(tmp_path, tie_word_embeddings=True)
-    checkpoint = Checkpoint(tmp_path, torch.bfloat16)
+    checkpoint = Checkpoint(tmp_path, torch.bfloat16, library.kernels())
     rows = model.model.embed_tokens.weight.bfloat16()
     assert torch.equal(checkpoint("model.embed_tokens.weight"), rows)
     assert torch.equal(checkpoint("lm_head.weight"), rows)
@@ -85,7 +85,7 @@ def test_a_tied_model_may_be_stored_with_its_head_alone(tmp_path):
     model.save_pretrained(tmp_path)
     configure(tmp_path, tie_word_embeddings=True)
     rewrite(tmp_path, {"model.embed_tokens.weight": None})
-    checkpoint = Checkpoint(tmp_path, torch.bfloat16)
+    checkpoint = Checkpoint(tmp_path, torch.bfloat16, library.kernels())
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(checkpoint(name), model.lm_head.weight)
 
@@ -136,7 +136,7 @@ def test_edited_configurations_are_read_as_transformers_reads_them(
     (tmp_path / "config.json").write_text(json.dumps(fields))
     how: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}
     right = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **how)
-    checkpoint = Checkpoint(tmp_path, torch.float32)
+    checkpoint = Checkpoint(tmp_path, torch.float32, library.kernels())
     ours = logits_of(NativeModel(checkpoint, checkpoint.stack, library.kernels()), IDS.tolist())
     theirs = right(IDS[None]).logits[0]
     assert (ours - theirs).abs().max() < 5e-4 * theirs.abs().max()
@@ -158,7 +158,7 @@ def test_one_file_comes_before_an_index_of_earlier_ones(tmp_path):
     model = made("llama")
     save_file(dict(model.state_dict()), tmp_path / "model.safetensors", {"format": "pt"})
     rewrite(tmp_path, {HEAD: torch.zeros_like(model.lm_head.weight)})
-    assert not Checkpoint(tmp_path, torch.float32)(HEAD).any()
+    assert not Checkpoint(tmp_path, torch.float32, library.kernels())(HEAD).any()
     # an index that lists it counts: of a file beside it, as MTP heads come
     both = {"weight_map": dict.fromkeys(model.state_dict(), "model.safetensors")}
     both["weight_map"]["mtp.fc.weight"] = "model_mtp.safetensors"
@@ -172,7 +172,7 @@ def test_one_file_comes_before_an_index_of_earlier_ones(tmp_path):
 
 def test_a_file_that_ends_too_early_is_named(tmp_path):
     made("llama").save_pretrained(tmp_path)
-    checkpoint = Checkpoint(tmp_path, torch.float32)
+    checkpoint = Checkpoint(tmp_path, torch.float32, library.kernels())
     os.truncate(tmp_path / "model.safetensors", 5000)
     refuses(r"model\.safetensors: .* ends too early", checkpoint, HEAD, error=QuickbeamError)
     (tmp_path / "model.safetensors").write_bytes(b"broken")
@@ -201,7 +201,9 @@ def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(isa, tmp_path, nati
     save_file(stored, tmp_path / "model.safetensors")
     quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     configure(tmp_path, quantization_config=quantised)
-    exact, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, blocks = (
+        Checkpoint(tmp_path, dtype, library.kernels()) for dtype in (torch.float32, torch.bfloat16)
+    )
     kernels = library.kernels()
     for name, tensor in right.items():
         assert torch.equal(exact(name).bfloat16().nan_to_num(7.0), tensor.nan_to_num(7.0)), name
@@ -214,7 +216,9 @@ def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(isa, tmp_path, nati
     save_file(stored, tmp_path / "model.safetensors")
     if kernels is None:
         return
-    exact, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, blocks = (
+        Checkpoint(tmp_path, dtype, library.kernels()) for dtype in (torch.float32, torch.bfloat16)
+    )
     for name in right:
         assert torch.equal(dense_rows(kernels, blocks(name)), exact(name).transpose(1, 2)), name
     right, near = (
@@ -253,16 +257,16 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
     made("deepseek_v3").save_pretrained(tmp_path)
     more = {"model.layers.3.eh_proj.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)}
     rewrite(tmp_path, more)
-    assert Checkpoint(tmp_path, torch.float32).stack.layers
+    assert Checkpoint(tmp_path, torch.float32, library.kernels()).stack.layers
     assert "layers.3.eh_proj.weight, which" in caplog.text and "mtp.norm" not in caplog.text
     caplog.clear()
     configure(tmp_path, num_nextn_predict_layers=1)
-    assert Checkpoint(tmp_path, torch.float32).stack.layers
+    assert Checkpoint(tmp_path, torch.float32, library.kernels()).stack.layers
     assert not caplog.text
 
 
 def logits_in(folder):
-    checkpoint = Checkpoint(folder, None)
+    checkpoint = Checkpoint(folder, None, library.kernels())
     return logits_of(NativeModel(checkpoint, checkpoint.stack, library.kernels()), IDS.tolist())
 
 
@@ -315,7 +319,7 @@ def test_shards_without_an_index_are_all_read(tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     (tmp_path / "model.safetensors.index.json").unlink()
     save_file({"x": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
-    checkpoint = Checkpoint(tmp_path, torch.float32)
+    checkpoint = Checkpoint(tmp_path, torch.float32, library.kernels())
     for name, parameter in model.named_parameters():
         assert torch.equal(checkpoint(name), parameter)
     shards = sorted(tmp_path.glob("model-*.safetensors"))
@@ -357,10 +361,10 @@ def pickled(folder, count=1, legacy=False, renamed=lambda name: name):
 )
 def test_pickles_are_read_as_safetensors_are(name, more, dtype, tmp_path):
     made(name).save_pretrained(tmp_path)
-    right = Checkpoint(tmp_path, dtype)
+    right = Checkpoint(tmp_path, dtype, library.kernels())
     tensors = {one: right(one) for one in names(right.stack)}
     pickled(tmp_path, **more)
-    checkpoint = Checkpoint(tmp_path, dtype)
+    checkpoint = Checkpoint(tmp_path, dtype, library.kernels())
     assert checkpoint.stack == right.stack
     for one, tensor in tensors.items():
         assert torch.equal(checkpoint(one), tensor) and checkpoint.shape(one) == [*tensor.shape]

@@ -202,7 +202,9 @@ def test_bad_input_is_one_line_and_exit_code_2(run, line):
 
 
 WORDS = {
-    "generate hi --max-tokens 0": "Invalid value for '--max-tokens'",
+    "generate hi --max-tokens 0": "--max-tokens 0: must be an integer of at least 1",
+    "generate hi --max-running 0": "--max-running 0: must be an integer of at least 1",
+    "serve --replicas 0": "--replicas 0: must be an integer of at least 1",
     "generate hi --max-tokens 4 --min-tokens 9": "--min-tokens 9: must be an integer between 0 and "
     "--max-tokens 4",
     "generate hi --top-p 0": "--top-p 0.0: must be",

@@ -17,12 +17,12 @@ import yaml
 from docs import PAGES, ROOT, blocks, commands, hooks, of_program, read, save_drafter
 from quickbeam import LLM, hub
 from quickbeam.cli.app import app
+from quickbeam.config import ServerOptions
 from quickbeam.methods import METHODS
 from quickbeam.models import builtin
 from quickbeam.models.families import llama
 from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.settings import ServeSettings
 from running import serving
 from scripts import captured, cli
 
@@ -147,7 +147,7 @@ def address(request, toy_folder):
         request.getfixturevalue("smollm2")
     with (
         LLM(None if real else toy_folder) as llm,
-        serving(Runner(ServeSettings(served_name=hub.DEFAULT), llm)) as (base, _),
+        serving(Runner(ServerOptions(served_names=(hub.DEFAULT,)), llm)) as (base, _),
     ):
         yield base
 
@@ -231,7 +231,7 @@ def test_what_repeats_the_code():
 
 def test_paths_and_metrics_are_those_of_the_server(toy_folder):
     with LLM(toy_folder, "ar") as llm:
-        runner = Runner(ServeSettings(), llm)
+        runner = Runner(ServerOptions(), llm)
         paths = {route.path for route in create_app(runner).routes}
         exposed = runner.metrics.expose("")[0].decode()
     table = SERVING.split("| path | what it is |")[1].split("\n\n")[0]

@@ -11,6 +11,7 @@ import torch
 from answers import answer, request, run
 from cases import before, refuses
 from models import tiny
+from quickbeam.config import ServerOptions
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import FairQueue
 from quickbeam.methods.base import NoDraft
@@ -18,7 +19,6 @@ from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import TENANT, Busy, Gate
 from quickbeam.serve.security import Guard
-from quickbeam.serve.settings import ServeSettings
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_a_short_request_is_read_beside_a_long_prompt(model, monkeypatch):
 
 
 def test_a_tenant_leaves_a_part_of_the_places_and_of_the_queue(model):
-    gate = Gate(ServeSettings(max_waiting=16))
+    gate = Gate(ServerOptions(max_waiting=16))
     gate.max_running, gate.phase = 1, "ready"
     tickets = [gate.enter(1, 1, "many") for _ in range(15)]
     refuses("of this client", gate.enter, 1, 1, "many", error=Busy)
@@ -150,7 +150,7 @@ def test_tenants_are_keys_or_addresses():
 
         scope = {"type": "http", "path": "/x", "method": "GET", "client": (address, 1)}
         scope["headers"] = [(b"authorization", f"Bearer {key}".encode())]
-        await Guard(app, ServeSettings(host="0.0.0.0", api_keys=keys))(scope, None, None)
+        await Guard(app, ServerOptions(host="0.0.0.0", api_keys=keys))(scope, None, None)
         return seen[0]
 
     def run(*given):

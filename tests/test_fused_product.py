@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows
 from quickbeam.models.torch.model import TorchModel
 from quickbeam.models.torch.network import Network
@@ -125,7 +126,7 @@ def read_packed(checkpoint, *names):
 @pytest.mark.parametrize("name", PACKED)
 def test_a_packed_weight_has_the_numbers_of_its_checkpoint(name, tmp_path):
     _, dense = write(tmp_path, name)
-    checkpoint = Checkpoint(tmp_path, None)
+    checkpoint = Checkpoint(tmp_path, None, library.kernels())
     for one, numbers in dense.items():
         weight = read_packed(checkpoint, one)
         order = torch.arange(numbers.shape[1]) if weight.order is None else weight.order
@@ -136,7 +137,7 @@ def test_a_packed_weight_has_the_numbers_of_its_checkpoint(name, tmp_path):
 @needs_library
 def test_what_can_not_be_packed_together_is_widened(tmp_path):
     write(tmp_path, "gptq-order")
-    checkpoint = Checkpoint(tmp_path, None)
+    checkpoint = Checkpoint(tmp_path, None, library.kernels())
     query, value = f"{AT}.weight", f"{AT.replace('q_proj', 'v_proj')}.weight"
     both = read_packed(checkpoint, query, query)
     assert both is not None and len(both.values) == 2 * len(checkpoint(query))
@@ -149,7 +150,7 @@ def test_what_can_not_be_packed_together_is_widened(tmp_path):
 
 def networks(folder):
     """Models of a checkpoint: with weights that are widened, and packed."""
-    checkpoint = Checkpoint(folder, None)
+    checkpoint = Checkpoint(folder, None, library.kernels())
     models = [TorchModel(checkpoint, checkpoint.stack, DEVICE, sizes=()) for _ in range(2)]
     for model, packed in zip(models, (False, True), strict=True):
         model._network = Network(checkpoint, checkpoint.stack, DEVICE, FORMATS[1], packed)
@@ -180,7 +181,10 @@ def test_a_packed_model_is_the_widened_one(name, tmp_path):
 def test_a_packed_product_is_the_plain_one_with_the_same_bits_in_any_pass(dtype, name, tmp_path):
     _, dense = write(tmp_path, name)
     one = f"{AT.replace('q_proj', 'o_proj')}.weight"
-    weight, numbers = read_packed(Checkpoint(tmp_path, None), one).to(DEVICE), dense[one]
+    weight, numbers = (
+        read_packed(Checkpoint(tmp_path, None, library.kernels()), one).to(DEVICE),
+        dense[one],
+    )
     product = PackedProduct(weight, None, dtype)
     x = random_rows(20, numbers.shape[1], dtype)
     right = plain(x, numbers.to(DEVICE, dtype))
@@ -192,7 +196,7 @@ def test_a_packed_product_is_the_plain_one_with_the_same_bits_in_any_pass(dtype,
 def test_weights_are_packed_on_a_gpu_alone(tmp_path):
     """The head and experts are widened there, too: lookups and grouped products read them."""
     write(tmp_path, "awq")
-    checkpoint = Checkpoint(tmp_path, None)
+    checkpoint = Checkpoint(tmp_path, None, library.kernels())
     for packed in (False, True):
         network = Network(checkpoint, checkpoint.stack, torch.device("cpu"), torch.bfloat16, packed)
         products = [module for module in network.modules() if isinstance(module, PackedProduct)]

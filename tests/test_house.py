@@ -1,6 +1,7 @@
-"""How the sources are laid out: who imports whom."""
+"""How the sources are laid out and named: who imports whom, and words that name nothing."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -152,3 +153,66 @@ def test_two_rooms_that_import_each_other_are_seen(tmp_path):
     write(tmp_path, {"batch/ray.py": "def f():\n    from quickbeam.serve import app"})
     assert upward(tmp_path) == circles_of_modules(tmp_path) == set()
     assert circles_of_rooms(tmp_path) == {"batch → serve"}
+
+
+# Words of our own that no paper and no engine uses: no part of a name
+PRIVATE_WORDS = {
+    *("ailment", "ailments", "border", "chance", "chances", "circles", "dear", "edge"),
+    *("elsewhere", "evidence", "explores", "grew", "grow", "grower", "growing", "grown"),
+    *("growth", "hear", "heard", "law", "laws", "luck", "meeting", "outlook", "price"),
+    *("priced", "prices", "promise", "promises", "said", "settled", "silent", "taught"),
+    *("teaching", "told", "turned", "unheard", "warmth", "wish", "wordless", "worst"),
+}
+# Words that could name anything: no name by themselves
+EMPTY_WORDS = {"found", "made", "still", "turn", "usual"}
+
+
+def names_of(tree: ast.AST) -> set[str]:
+    """The names that a module gives to functions, classes, parameters, variables and attributes."""
+    names = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+    return names
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a name: `max`, `top`, `k` of `MaxTop_k`."""
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)]
+
+
+def odd_names(folder: Path) -> set[str]:
+    odd = set()
+    for module, path in modules(folder).items():
+        for name in names_of(ast.parse(path.read_text(encoding="utf-8"))):
+            words = words_of(name)
+            if set(words) & PRIVATE_WORDS or (len(words) == 1 and words[0] in EMPTY_WORDS):
+                odd.add(f"{module}: {name}")
+    return odd
+
+
+def test_names_are_words_of_the_field():
+    assert odd_names(SOURCES) == set()
+
+
+def test_odd_names_are_seen(tmp_path):
+    lines = (
+        "def too_dear(growth, *, found): pass",
+        "class LastGrown: pass",
+        "for made in self.UNHEARD: self._turn = still = 1",
+    )
+    write(tmp_path, {"odd.py": "\n".join(lines)})
+    odd = ("too_dear", "growth", "found", "LastGrown", "made", "_turn", "still")
+    assert odd_names(tmp_path) == {f"odd: {name}" for name in odd}
+    lines = (
+        "def returned(end_turn, usual_scale, lawful): pass",  # parts of other words, or with more
+        "class Pricing: heard_of = outlook.law(chance=1)",
+    )
+    write(tmp_path, {"odd.py": "\n".join(lines)})
+    assert odd_names(tmp_path) == {"odd: heard_of"}

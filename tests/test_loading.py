@@ -234,7 +234,7 @@ def test_the_number_format_is_the_checkpoints_own_and_revisions_the_hubs(folder,
         raise OSError("not cached")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", stop)
-    refuses("not cached", open_checkpoint, "organisation/model", None, "v1")
+    refuses("not cached", open_checkpoint, "organisation/model", None, revision="v1")
     assert seen["name"] == "organisation/model" and seen["revision"] == "v1"
 
 

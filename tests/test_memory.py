@@ -78,7 +78,7 @@ def test_hybrids_and_experts_read_from_disk_have_the_bits_of_ones_in_memory(tmp_
     dtype = torch.float32 if name == "qwen3_5" else torch.bfloat16
     model = made(name, dtype)
     model.save_pretrained(tmp_path)
-    checkpoint = Checkpoint(tmp_path, dtype)
+    checkpoint = Checkpoint(tmp_path, dtype, library.kernels())
     every = limits(checkpoint)
     disk = on_disk(checkpoint, every[len(every) // 2])
     alike(Target(make_model(model)), disk, (1, 17))

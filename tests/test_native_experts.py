@@ -132,7 +132,7 @@ def test_experts_summed_in_order_of_arrival_are_seen(isa):
     of = replace(experts(), shared=None, shared_gate=None)
     route = router(of.routing)
     first = replace(of.routing, top=1)
-    alone = [replace(of, chosen=(feed,) * COUNT, routing=first) for feed in of.chosen]
+    alone = [replace(of, candidates=(feed,) * COUNT, routing=first) for feed in of.candidates]
     parts = [by_kernels(isa, one, FLOAT32) for one in alone]
 
     def run(x, by_number):

@@ -9,12 +9,12 @@ import pytest
 from drafters import KnownDrafter
 from page_server import CHROMIUM, DEFAULT, EVIL, TEXT, Stand, chromium, serving, steps_of, words
 from quickbeam import LLM
+from quickbeam.config import ServerOptions
 from quickbeam.drafters.base import GRAMMAR
 from quickbeam.methods import METHODS, make_method
 from quickbeam.serve.app import create_app
 from quickbeam.serve.app import page as page_file
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.settings import ServeSettings
 
 sync_api = pytest.importorskip("playwright.sync_api")
 if not CHROMIUM.exists():
@@ -511,7 +511,7 @@ def test_works_behind_a_path_prefix(open_page, stand):
 
 
 def test_real_server(open_page, toy_folder):
-    with serving(create_app(Runner(ServeSettings(), LLM(str(toy_folder))))) as (address, _):
+    with serving(create_app(Runner(ServerOptions(), LLM(str(toy_folder))))) as (address, _):
         page = open_page(at=address)
         page.set_default_timeout(120_000)
         page.click("#open-settings")

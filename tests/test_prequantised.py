@@ -246,7 +246,8 @@ def right(model):
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_has_its_own_numbers(name, tmp_path):
     model, dense = write(tmp_path, name)
-    whole, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, None))
+    whole = Checkpoint(tmp_path, torch.float32)  # without kernels: widened
+    blocks = Checkpoint(tmp_path, None, library.kernels())
     assert blocks.dtype is torch.bfloat16 and blocks.quantised
     for one, numbers in dense.items():
         rows = blocks(one)
@@ -273,7 +274,9 @@ def test_an_older_configuration_is_filled_in(tmp_path, monkeypatch):
         fields["torch_dtype"] = fields.pop("dtype")
         fields["transformers_version"] = "4.46.1"
         (tmp_path / "config.json").write_text(json.dumps(fields))
-        assert Checkpoint(tmp_path, None)(f"{AT}.weight").name == CASES[name].format
+        assert (
+            Checkpoint(tmp_path, None, library.kernels())(f"{AT}.weight").name == CASES[name].format
+        )
 
 
 def change_file(folder, change):
@@ -289,7 +292,7 @@ def error(got, wanted):
 @pytest.mark.parametrize("name", ["fp8", "fp8-one"])
 def test_float8_is_read_as_transformers_reads_it(name, tmp_path):
     write(tmp_path, name)
-    checkpoint = Checkpoint(tmp_path, torch.float32)
+    checkpoint = Checkpoint(tmp_path, torch.float32, library.kernels())
     block = CASES[name].config.get("weight_block_size")
     how: Any = FineGrainedFP8Config(dequantize=True, weight_block_size=block)
     of = {"dtype": torch.float32, "quantization_config": how}
@@ -307,7 +310,7 @@ def test_float8_without_scales_has_its_own_numbers_and_one_scale_that_lacks_is_n
     stored = load_file(tmp_path / SINGLE)
     plain = {name: one for name, one in stored.items() if not name.endswith("_scale_inv")}
     save_file(plain, tmp_path / SINGLE)
-    checkpoint = Checkpoint(tmp_path, None)
+    checkpoint = Checkpoint(tmp_path, None, library.kernels())
     assert torch.equal(checkpoint(f"{AT}.weight"), stored[f"{AT}.weight"].bfloat16())
     assert "become bfloat16" in caplog.text
 
@@ -331,7 +334,7 @@ def test_float8_with_as_many_blocks_as_outputs_and_beside_experts(inputs, width,
 )
 def test_drafts_change_no_answer(name, temperature, tmp_path):
     write(tmp_path, name)
-    checkpoint = Checkpoint(tmp_path, None)
+    checkpoint = Checkpoint(tmp_path, None, library.kernels())
     model = NativeModel(checkpoint, checkpoint.stack, library.kernels())
     assert CASES[name].format in model.describe()
     params = SamplingParams(max_tokens=9, temperature=temperature, seed=5, ignore_eos=True)
@@ -341,7 +344,8 @@ def test_drafts_change_no_answer(name, temperature, tmp_path):
 
 def check_experts(folder, model, dense):
     """Return the blocks of one expert, after values and logits were compared with `dense`."""
-    whole, blocks = (Checkpoint(folder, dtype) for dtype in (torch.float32, None))
+    whole = Checkpoint(folder, torch.float32)  # without kernels: widened
+    blocks = Checkpoint(folder, None, library.kernels())
     at = "model.layers.1.mlp.experts"
     rows = blocks.rows(f"{at}.gate_up_proj", 2, 3)
     wanted = torch.cat([dense[f"{at}.2.{one}_proj.weight"] for one in ("gate", "up")])
@@ -395,7 +399,7 @@ def test_experts_are_read_one_by_one(name, tmp_path):
 def test_what_is_read_from_disk_has_the_bits_of_memory(name, moe, tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     write(tmp_path, name, moe)
-    checkpoint = Checkpoint(tmp_path, None)
+    checkpoint = Checkpoint(tmp_path, None, library.kernels())
     every = limits(checkpoint)
     disk = on_disk(checkpoint, every[len(every) // 2])
     alike(Target(NativeModel(checkpoint, checkpoint.stack, library.kernels())), disk, (1, 17))
@@ -406,7 +410,7 @@ def test_what_is_read_from_disk_has_the_bits_of_memory(name, moe, tmp_path, monk
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_only_what_is_not_quantised_is(weights, tmp_path):
     write(tmp_path, "awq")
-    checkpoint = Checkpoint(tmp_path, None)
+    checkpoint = Checkpoint(tmp_path, None, library.kernels())
     model = NativeModel(checkpoint, checkpoint.stack, library.kernels(), weights=weights)
     assert "w4g128" in model.describe() and weights in model.describe()
     assert model.head.packed.name == "int8"
@@ -464,7 +468,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         write(tmp_path, "gptq")
         change_file(tmp_path, change)
         with pytest.raises(error, match=words):
-            Checkpoint(tmp_path, None)(f"{AT}.weight")
+            Checkpoint(tmp_path, None, library.kernels())(f"{AT}.weight")
 
 
 def test_fields_of_another_kind_are_refused(tmp_path):

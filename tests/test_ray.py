@@ -15,6 +15,7 @@ import pytest
 
 from cases import refuses
 from quickbeam import LLM, QuickbeamError, SamplingParams
+from quickbeam.config import ServerOptions
 from scripts import cli
 from serving import chunks
 from test_batch import all_forty, command, forty
@@ -61,7 +62,9 @@ def test_arguments_come_as_text():
 
 
 def test_a_replica_is_healthy_while_it_answers(toy_folder):
-    replica = Replica({"model": toy_folder, "dtype": "float32"}, {"served_name": "toy"})
+    replica = Replica(
+        {"model": toy_folder, "dtype": "float32"}, ServerOptions(served_names=("toy",))
+    )
     replica.check_health()
     replica.runner.gate.phase = "draining"
     refuses("draining", replica.check_health, error=QuickbeamError)

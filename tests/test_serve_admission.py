@@ -7,8 +7,8 @@ import pytest
 
 from cases import refuses
 from quickbeam import LLM, InvalidInput, SamplingParams
+from quickbeam.config import ServerOptions
 from quickbeam.serve.admission import Busy, Gate
-from quickbeam.serve.settings import ServeSettings
 from running import LONG, begun, braked, idle, job, served, until
 
 pytestmark = pytest.mark.anyio
@@ -23,7 +23,7 @@ def llm(toy_folder):
 
 
 def gate(max_running=1, **settings):
-    gate = Gate(ServeSettings(**settings))
+    gate = Gate(ServerOptions(**settings))
     gate.max_running, gate.phase = max_running, "ready"
     return gate
 
@@ -67,13 +67,13 @@ def test_settings_that_can_not_be():
         ({"max_body": "0"}, "size of memory"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
         ({"queue_timeout": float("nan")}, "queue_timeout=nan"),
-        ({"served_name": " "}, "is empty"),
+        ({"served_names": ("toy", " ")}, "is empty"),
         ({"drain_timeout": -1.0}, "drain_timeout=-1"),
         ({"api_keys": ("good", "")}, "API key"),
         ({"api_keys": ("schlüssel",)}, "API key"),
         ({"cors_origins": ("example.com",)}, "example.com"),
     ):
-        refuses(words, ServeSettings, **given)
+        refuses(words, ServerOptions, **given)
 
 
 async def test_a_full_server_tells_when_to_come_back(llm):
@@ -107,7 +107,7 @@ async def test_who_waits_for_too_long_is_turned_away_and_who_runs_is_not(llm):
             await until(lambda: runner.gate.inside == len(runner.under_way) == 2)
             brake.release(3)  # answers need 200 steps
             running = [stream for task in tasks for stream in await task]
-            runner.settings = replace(runner.settings, queue_timeout=0.3)
+            runner.options = replace(runner.options, queue_timeout=0.3)
             asked = {"model": runner.name, "prompt": "hello", "max_tokens": 4}
             late = await client.post("/v1/completions", json=asked)
             assert late.status_code == 503 and int(late.headers["retry-after"]) >= 1

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from quickbeam import LLM
+from quickbeam.config import ServerOptions
 from quickbeam.serve.endpoints import ENDPOINTS
-from quickbeam.serve.settings import ServeSettings
 from serving import ScriptedRunner, ask, chunks, events, good, refused
 
 CHAT, COMPLETIONS, RESPONSES = ENDPOINTS
@@ -37,7 +37,7 @@ def llm(toy_folder):
 
 @pytest.fixture
 def scripted(llm):
-    return ScriptedRunner(ServeSettings(served_name="m"), llm)
+    return ScriptedRunner(ServerOptions(served_names=("m",)), llm)
 
 
 def written(name, **arguments):

@@ -8,8 +8,8 @@ from dataclasses import asdict
 import pytest
 
 from quickbeam import LLM, QuickbeamError, SamplingParams
+from quickbeam.config import ServerOptions
 from quickbeam.grammar.spec import Grammar
-from quickbeam.serve.settings import ServeSettings
 from serving import ScriptedRunner, ask, chunks, good, refused
 
 PATH = "/v1/chat/completions"
@@ -111,7 +111,7 @@ def test_defaults_are_openais_the_models_or_the_servers(llm, scripted, toy_folde
     path = folder / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "do_sample": True, **own}))
     with LLM(str(folder), "ar") as llm:
-        scripted = ScriptedRunner(ServeSettings(), llm)
+        scripted = ScriptedRunner(ServerOptions(), llm)
         others = ("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": "x"})
         for url, asked in ((PATH, body()), *others):
             response = good(ask(scripted, url, asked))
@@ -120,7 +120,7 @@ def test_defaults_are_openais_the_models_or_the_servers(llm, scripted, toy_folde
             good(ask(scripted, url, {**asked, "temperature": 0, "top_p": 1, "top_k": -1}))
             params = scripted.jobs[0].params
             assert (params.temperature, params.top_p, params.top_k) == (0, 1, 0)
-        cold = ScriptedRunner(ServeSettings(default_temperature=0.0), llm)
+        cold = ScriptedRunner(ServerOptions(default_temperature=0.0), llm)
         good(ask(cold, PATH, body()))
         assert cold.jobs[0].params.temperature == 0 and cold.jobs[0].params.top_k == 20
         path.write_text(json.dumps({"temperature": -3.0}))
@@ -336,7 +336,7 @@ def test_what_goes_wrong_is_told_for_that_request(scripted):
 
 
 def test_a_comment_keeps_a_silent_stream_open(llm):
-    scripted = ScriptedRunner(ServeSettings(keep_alive=0.02), llm)
+    scripted = ScriptedRunner(ServerOptions(keep_alive=0.02), llm)
     scripted.script, scripted.piece, scripted.pause = "one two", 7, 0.2
     response = ask(scripted, PATH, body(stream=True))
     assert ": keep-alive\n\n" in response.text and len(chunks(response)) == 3

@@ -7,12 +7,12 @@ import pytest
 from tokenizers import AddedToken
 
 from quickbeam import LLM, SamplingParams, __version__
+from quickbeam.config import ServerOptions
 from quickbeam.engine.result import Logprob
 from quickbeam.grammar.token_texts import TokenTexts
 from quickbeam.serve.logprobs import CompletionLogprobs
 from quickbeam.serve.prompts import INFILL
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.settings import ServeSettings
 from serving import ScriptedRunner, Texts, ask, ask_raw, chunks, good, refused
 
 PATH = "/v1/completions"
@@ -125,7 +125,7 @@ def test_a_prompt_is_scored_once_for_all_its_answers(llm, stream):
             read.extend(job for job in jobs if job.params.prompt_logprobs is not None)
             return await super().begin(jobs, ticket)
 
-    runner = Counting(ServeSettings(), llm)
+    runner = Counting(ServerOptions(), llm)
     asked = dict(prompt=PROMPTS, n=4, echo=True, logprobs=1, seed=1, max_tokens=5)
     got = choices(runner, stream, **asked)
     assert len(read) == len(PROMPTS) and len(got) == 8
@@ -175,7 +175,7 @@ def test_a_suffix_is_filled_up_to(toy_folder, marks):
         backend = llm.tokenizer.backend_tokenizer
         backend.add_tokens([AddedToken(mark, special=True) for mark in marks])
         llm.model.check_prompt = lambda ids: None  # the model has no rows for them
-        scripted = ScriptedRunner(ServeSettings(), llm)
+        scripted = ScriptedRunner(ServerOptions(), llm)
         scripted.script = "x + 1"
         asked = {"prompt": ["def f(x):\n  return ", "g"], "suffix": "\n\nf(3)", "echo": True}
         filled = texts(scripted, **asked)

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from quickbeam import LLM, SamplingParams
+from quickbeam.config import ServerOptions
 from quickbeam.engine.stream import Stream
 from quickbeam.grammar.spec import Grammar
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.settings import ServeSettings
 from running import idle, serving, until
 
 TEXTS = (
@@ -156,7 +156,7 @@ def alone(plain, client):
 def under_load(folder, methods, count, together, tokens, memory, **options):
     clients = crowd(count, methods, tokens)
     with LLM(folder, "auto", max_running=together // 2, kv_memory=memory, **options) as llm:
-        runner = Runner(ServeSettings(max_waiting=together // 4, queue_timeout=300), llm)
+        runner = Runner(ServerOptions(max_waiting=together // 4, queue_timeout=300), llm)
         with serving(runner) as (base, loop):
             before = tasks(loop)
             got, seen = asyncio.run(load(base, clients, together))

@@ -13,8 +13,8 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from quickbeam import LLM, SamplingParams
+from quickbeam.config import ServerOptions
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.settings import ServeSettings
 from running import LONG, begun, braked, idle, job, served, until
 
 pytestmark = pytest.mark.anyio
@@ -69,7 +69,7 @@ async def test_what_is_counted_is_what_was_answered(llm):
     sampled = SamplingParams(max_tokens=30, temperature=0.7, seed=1, ignore_eos=True)
     asked = [job(llm, text, params) for text in prompts for params in (LONG, sampled)]
     llm.reset()
-    async with served(llm, served_name="tiny") as (runner, client):
+    async with served(llm, served_names=("tiny",)) as (runner, client):
         counts = [one.statistics for one in await answered(runner, asked)]
         metrics = await read(client)
     read_tokens, new = sum(len(one.prompt) for one in asked), [one.new_tokens for one in counts]
@@ -110,7 +110,7 @@ async def test_what_is_counted_is_what_was_answered(llm):
 
 
 async def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
-    async with served(llm, served_name="tiny", max_waiting=1) as (runner, client):
+    async with served(llm, served_names=("tiny",), max_waiting=1) as (runner, client):
         monkeypatch.setattr(llm.engine.scheduler, "max_running", 1)
         runner.gate.max_running = 1
         with braked(llm.engine) as brake:
@@ -119,7 +119,7 @@ async def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
             assert (await read(client))["vllm:num_requests_waiting"] == {"": 1}
             brake.release(3)
             (stream,) = await task
-            runner.settings = replace(runner.settings, queue_timeout=0.2)
+            runner.options = replace(runner.options, queue_timeout=0.2)
             await until(lambda: bool(llm.engine.nodes))
             metrics = {name: by.get("") for name, by in (await read(client)).items()}
             assert (
@@ -143,7 +143,7 @@ async def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
 
 async def test_preemptions_are_counted(toy_folder):
     with LLM(toy_folder, "ar", kv_memory=5 * LLM(toy_folder, "ar").model.pool.page_bytes) as llm:
-        async with served(llm, served_name="tiny") as (runner, client):
+        async with served(llm, served_names=("tiny",)) as (runner, client):
             every = await answered(runner, [job(llm, f"{i} " * 20) for i in range(4)])
             metrics, times = await read(client), sum(one.statistics.preemptions for one in every)
             assert metrics["vllm:num_preemptions_total"][""] == times > 0
@@ -174,7 +174,7 @@ def families(text, content_type):
 
 
 async def test_names_are_the_same_in_every_format(llm):
-    async with served(llm, served_name="tiny") as (runner, client):
+    async with served(llm, served_names=("tiny",)) as (runner, client):
         await answered(runner, [job(llm)])
         responses = [await client.get("/metrics", headers={"accept": one}) for one in ACCEPTED]
     formats, names = set(), set()
@@ -200,12 +200,14 @@ async def test_the_dashboard_asks_for_metrics_that_there_are(llm):
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", " ".join(expressions))
     asked = {*re.findall(r"[a-zA-Z_][\w:]*", bare)} - LABELS - {*PROMQL.split()}
     assert len(asked) > 15 and len({panel["id"] for panel in panels}) == len(panels)
-    async with served(llm, served_name="tiny") as (runner, client):
+    async with served(llm, served_names=("tiny",)) as (runner, client):
         assert not {f"vllm:{name}" for name in VLLM.split()} - {*await read(client)}
         await answered(runner, [job(llm)])
         runner.gate.inside += 1000
         assert (await client.post("/v1/completions", json=ASKED)).status_code == 429
         runner.gate.inside -= 1000
         assert asked - {*await read(client)} == set()
-    text, _ = Runner(ServeSettings(served_name="tiny")).metrics.expose("")  # one that is loading
+    text, _ = Runner(ServerOptions(served_names=("tiny",))).metrics.expose(
+        ""
+    )  # one that is loading
     assert b'vllm:num_requests_waiting{model_name="tiny"} 0.0' in text

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from quickbeam import LLM, SamplingParams
-from quickbeam.serve.settings import ServeSettings
+from quickbeam.config import ServerOptions
 from serving import ScriptedRunner, client
 
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat and the cat"}]
@@ -31,7 +31,7 @@ def scripted(toy_folder):
         llm.tokenizer.chat_template = TEMPLATE
         # answers are scripted: their model need not know the token
         llm.tokenizer.backend_tokenizer.add_tokens(["<tool_call>"])
-        yield ScriptedRunner(ServeSettings(served_name="toy"), llm)
+        yield ScriptedRunner(ServerOptions(served_names=("toy",)), llm)
 
 
 def using(runner, work, strict=True):

@@ -24,10 +24,10 @@ import pytest
 from cases import raising, refuses
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.cli.serve import keys_of
+from quickbeam.config import ServerOptions
 from quickbeam.serve import fingerprint
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.server import Server, listen, run, serve, url
-from quickbeam.serve.settings import ServeSettings
 from running import LONG, begun, braked, idle, job, served, until
 from scripts import cli
 from serving import ScriptedRunner
@@ -52,7 +52,7 @@ class Listening(NamedTuple):
 @asynccontextmanager
 async def listening(llm, load=None, kind=Runner, **settings):
     """With a client. The model may be used again afterwards."""
-    runner = kind(ServeSettings(served_name="tiny", **settings))
+    runner = kind(ServerOptions(served_names=("tiny",), **settings))
     server, listener = Server(runner), listen("127.0.0.1", 0)
     address, loaded = url(listener), lambda: (load() if load else llm, "fp_tiny")
     serving = asyncio.create_task(serve(server, listener, loaded))
@@ -120,7 +120,7 @@ async def test_a_signal_while_it_loads_ends_it(llm, loaded):
 
 def test_a_model_that_can_not_be_loaded_ends_it(llm):
     seen, load = list[str](), raising(InvalidInput("no such model"))
-    refuses("no such model", run, Runner(ServeSettings(port=0)), load, ready=seen.append)
+    refuses("no such model", run, Runner(ServerOptions(port=0)), load, ready=seen.append)
     assert not seen
 
 
@@ -130,7 +130,7 @@ def test_a_server_may_have_all_connections_that_the_system_allows():
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1000, most), most))
     try:
         load = raising(InvalidInput("no such model"))
-        refuses("no such model", run, Runner(ServeSettings(port=0)), load)
+        refuses("no such model", run, Runner(ServerOptions(port=0)), load)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (fewer, most))
@@ -366,7 +366,7 @@ def test_an_address_that_can_not_be_had_is_one_line(monkeypatch):
 
 def test_listening_to_all_without_a_key_is_warned_of(llm, monkeypatch):
     def run(runner, load, ready):
-        assert runner.settings.api_keys == tuple(keys_of(os.environ["QUICKBEAM_API_KEY"]))
+        assert runner.options.api_keys == tuple(keys_of(os.environ["QUICKBEAM_API_KEY"]))
         runner.attach(llm, "fp_x")
         ready("http://127.0.0.1:8000")
 

@@ -12,10 +12,10 @@ from functools import partial
 
 import pytest
 
+from quickbeam.config import ServerOptions
 from quickbeam.grammar.spec import Grammar
 from quickbeam.serve.endpoints import ENDPOINTS
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.settings import ServeSettings
 from running import served, serving, until
 from serving import ScriptedRunner, send
 from serving import ask as serving_ask
@@ -26,7 +26,7 @@ WRONG = ("", "Bearer", "Bearer ", "Bearer wrong", "Bearer first2", "Bearer first
 
 def ask(llm, *requests, **settings):
     """Responses to requests, `(method, path, {…})`, of a server with these settings."""
-    return send(Runner(ServeSettings(served_name="tiny", **settings), llm), *requests)
+    return send(Runner(ServerOptions(served_names=("tiny",), **settings), llm), *requests)
 
 
 def completion(prompt="hello", **headers):
@@ -151,9 +151,9 @@ def test_targets_that_are_whole_urls(llm):
     )
     heads = [f"GET {target} HTTP/1.1\r\nHost: localhost" for target, _ in targets]
     heads.append("GET http://localhost/health HTTP/1.1\r\nHost: evil.example")
-    runner = ScriptedRunner(ServeSettings(), llm)
+    runner = ScriptedRunner(ServerOptions(), llm)
     assert exchange_raw(runner, *heads) == [*(status for _, status in targets), 200]
-    keyed = ScriptedRunner(ServeSettings(api_keys=("key",)), llm)
+    keyed = ScriptedRunner(ServerOptions(api_keys=("key",)), llm)
     paths = ("health", "v1/models", "health/../v1/models", "", "/health")
     heads = [f"GET http://localhost/{path} HTTP/1.1\r\nHost: localhost" for path in paths]
     assert exchange_raw(keyed, *heads) == [200, 401, 401, 200, 401]
@@ -161,7 +161,7 @@ def test_targets_that_are_whole_urls(llm):
 
 def test_clients_that_send_half_a_body_are_left(llm):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    runner = ScriptedRunner(ServeSettings(read_timeout=1, keep_alive=0.1), llm)
+    runner = ScriptedRunner(ServerOptions(read_timeout=1, keep_alive=0.1), llm)
     runner.script, runner.piece, runner.pause = "one two", 7, 1.5
 
     def exchange(body):
@@ -262,7 +262,7 @@ def test_prompts_are_not_logged_unless_told(llm, caplog):
 def test_what_a_request_says_makes_no_line_of_the_log(llm, caplog):
     """Neither an error's message, which may quote it, nor a grammar that a warning quotes."""
     caplog.set_level(logging.INFO)
-    scripted = ScriptedRunner(ServeSettings(), llm)
+    scripted = ScriptedRunner(ServerOptions(), llm)
     evil = f"\x1b[31m{SECRET}\n2026-01-01 WARNING all is well"
     scripted.end = ValueError(evil)
     for stream in (False, True):
@@ -310,7 +310,7 @@ def test_grammars_and_texts_that_take_long_hold_up_nobody_else(llm, monkeypatch,
                 await until(lambda: runner.gate.inside == 40)
             try:  # which would never end if it had to wait for them
                 assert (await post(json=body)).status_code == 200
-                runner.settings = replace(runner.settings, queue_timeout=0.2)
+                runner.options = replace(runner.options, queue_timeout=0.2)
                 if kind != "tokens":
                     late = await post(json={**body, **long[0]})
                     assert late.status_code == 503 and "0.2 seconds" in late.text
@@ -349,7 +349,7 @@ def test_tenants_take_turns_to_have_grammars_compiled(llm, monkeypatch):
 
 def test_a_client_that_leaves_in_the_midst_of_a_body_is_no_error(llm, caplog):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with serving(ScriptedRunner(ServeSettings(), llm)) as (address, _):
+    with serving(ScriptedRunner(ServerOptions(), llm)) as (address, _):
         host, port = address.removeprefix("http://").split(":")
         for _ in range(3):
             with socket.create_connection((host, int(port)), timeout=60) as connection:

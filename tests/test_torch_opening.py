@@ -116,7 +116,7 @@ def test_a_checkpoint_in_few_bits_needs_no_kernels(name, toy_folder, tmp_path, n
     model, numbers = write_quantised(tmp_path, name, moe)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(toy_folder) / file, tmp_path)
-    checkpoint = Checkpoint(tmp_path, torch.float32)
+    checkpoint = Checkpoint(tmp_path, torch.float32, library.kernels())
     for one, wanted in numbers.items():
         if not moe or ".experts." not in one:
             assert torch.equal(checkpoint(one), wanted), one
@@ -134,7 +134,9 @@ def test_few_bits_that_are_not_finite_are_named_without_kernels(tmp_path, native
     write_quantised(tmp_path, "gptq")
     rewrite(tmp_path, {f"{AT}.scales": torch.full((4, 128), torch.inf)})
     refuses(
-        "q_proj.qweight has numbers that are not finite", Checkpoint(tmp_path, None), f"{AT}.weight"
+        "q_proj.qweight has numbers that are not finite",
+        Checkpoint(tmp_path, None, library.kernels()),
+        f"{AT}.weight",
     )
 
 

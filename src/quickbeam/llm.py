@@ -43,9 +43,11 @@ from quickbeam.machine import in_own_thread
 from quickbeam.methods import check_options, stand_in, tree_budget
 from quickbeam.models import builtin
 from quickbeam.models.base import Model
+from quickbeam.models.compile.native_model import kernels_on
 from quickbeam.models.memory import free_memory
 from quickbeam.models.native import choice as kernel_choice
 from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.opening import LoadedModel, open_model
 from quickbeam.models.text.prompts import (
     Conversation,
@@ -57,7 +59,7 @@ from quickbeam.models.text.prompts import (
     prompt_ids,
 )
 from quickbeam.models.weights.formats import pick_device, refuse_memory, refuse_place, wanted_dtype
-from quickbeam.params import SamplingParams, check_values, optional, whole
+from quickbeam.params import SamplingParams, check_values, integer, optional
 from quickbeam.sampling import Sampler, bad_word_ids
 
 Observer = Callable[[StepRecord], None]
@@ -69,7 +71,7 @@ TEMPLATE_RULES = {
     )
 }
 STREAM_RULES = {
-    "choice": (optional(whole(0)), "an integer of at least 0, or None"),
+    "choice": (optional(integer(0)), "an integer of at least 0, or None"),
     "observer": (optional(callable), "a function that is called with each step's StepRecord"),
 }
 KV_SHARE = 0.5  # the share of the memory free after loading that keys and values may take
@@ -106,9 +108,9 @@ class LLM:
         refuse_place(options.weights, device, dtype)
         if options.draft_weights is not None:
             refuse_place(options.draft_weights, device, dtype)
+        kernels = prepare_kernels(device, dtype, progress)
         if options.memory is not None:
-            refuse_memory(device, dtype)
-        prepare_kernels(device, dtype, progress)
+            refuse_memory(device, dtype, kernels)
         folder = str(builtin.resolve(options.source, progress))
         if progress is not None:
             progress(f"loading {name}", None)
@@ -508,11 +510,11 @@ class LLM:
 
 def prepare_kernels(
     device: torch.device, dtype: torch.dtype | None, progress: ReportProgress | None = None
-) -> None:
-    """Compile the native kernels, if a model of this number format (None: its own) uses them."""
+) -> Kernels | None:
+    """Return the native kernels, compiled, where a model of this number format (None: its own) may
+    need them."""
     kernel_choice.requested()  # raises for unknown words, even where no kernels are used
-    if device.type == "cpu" and dtype in (torch.bfloat16, None):
-        library.kernels(lambda stage: progress and progress(stage, None))
+    return kernels_on(device, dtype, lambda stage: progress and progress(stage, None))
 
 
 def _answer_memory(options: LLMOptions, model: str) -> AnswerMemory | None:

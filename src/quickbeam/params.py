@@ -28,7 +28,7 @@ class SamplingParams:
     """
 
     max_tokens: int = field(
-        default=256, metadata={"common": True, "min": 1, "help": "Longest answer, in tokens."}
+        default=256, metadata={"common": True, "help": "Longest answer, in tokens."}
     )
     """Longest answer, in tokens. 0, with `prompt_logprobs`: none."""
     temperature: float = field(default=0.0, metadata={"common": True})
@@ -94,10 +94,11 @@ class SamplingParams:
                 object.__setattr__(self, name, tuple(value))
         least = 1 if self.prompt_logprobs is None else 0
         most = self.max_tokens
+        accepted = "an integer of at least 1 (0: only with log-probabilities of the prompt)"
         rules = {
-            "max_tokens": (whole(least), "an integer of at least 1, or 0 with prompt_logprobs"),
+            "max_tokens": (integer(least), accepted),
             **RULES,
-            "min_tokens": (whole(0, most), f"an integer between 0 and max_tokens={most!r}"),
+            "min_tokens": (integer(0, most), f"an integer between 0 and max_tokens={most!r}"),
         }
         check_values(vars(self), rules)
 
@@ -159,21 +160,21 @@ def check_values(values: Mapping[str, Any], rules: Rules) -> None:
             raise InvalidInput(f"{name}={text}: must be {accepted}")
 
 
-def _number(low: float, high: float, kind: Any = Real) -> Rule:
+def number(low: float, high: float, kind: Any = Real) -> Rule:
     return lambda value: (
         isinstance(value, kind) and not isinstance(value, bool) and bool(low <= value <= high)
     )
 
 
-def whole(low: int, high: float = math.inf) -> Rule:
-    return _number(low, high, Integral)
+def integer(low: int, high: float = math.inf) -> Rule:
+    return number(low, high, Integral)
 
 
 def optional(rule: Rule) -> Rule:
     return lambda value: value is None or rule(value)
 
 
-def _each(rule: Rule) -> Rule:
+def each(rule: Rule) -> Rule:
     return lambda values: (
         isinstance(values, Iterable)
         and not isinstance(values, str | bytes | Mapping)
@@ -190,31 +191,31 @@ def is_text(text: Any) -> bool:
 
 def _is_bias(item: tuple[Any, Any]) -> bool:
     token, value = item
-    return whole(0)(token) and (value == -math.inf or _number(-1e30, 1e30)(value))
+    return integer(0)(token) and (value == -math.inf or number(-1e30, 1e30)(value))
 
 
-MODERATE = (_number(-1e30, 1e30), "a number between -1e30 and 1e30 (0: off)")
-FEW = (optional(whole(0, 100)), "an integer between 0 and 100, or None")
-TEXTS = (_each(is_text), "a text or a list of texts, none of them empty, of whole characters")
+MODERATE = (number(-1e30, 1e30), "a number between -1e30 and 1e30 (0: off)")
+FEW = (optional(integer(0, 100)), "an integer between 0 and 100, or None")
+TEXTS = (each(is_text), "a text or a list of texts, none of them empty, of whole characters")
 FLAG = (lambda value: isinstance(value, bool), "True or False")
 RULES: Rules = {
-    "temperature": (_number(0, 1e30), "a number between 0 and 1e30 (0: the most probable token)"),
-    "top_k": (whole(0), "an integer of at least 0 (0: off)"),
-    "top_p": (_number(5e-324, 1), "a number above 0 and at most 1 (1: off)"),
-    "min_p": (_number(0, 1), "a number between 0 and 1 (0: off)"),
-    "repetition_penalty": (_number(1e-6, 1e6), "a number between 1e-6 and 1e6 (1: off)"),
+    "temperature": (number(0, 1e30), "a number between 0 and 1e30 (0: the most probable token)"),
+    "top_k": (integer(0), "an integer of at least 0 (0: off)"),
+    "top_p": (number(5e-324, 1), "a number above 0 and at most 1 (1: off)"),
+    "min_p": (number(0, 1), "a number between 0 and 1 (0: off)"),
+    "repetition_penalty": (number(1e-6, 1e6), "a number between 1e-6 and 1e6 (1: off)"),
     "presence_penalty": MODERATE,
     "frequency_penalty": MODERATE,
     "logit_bias": (lambda bias: isinstance(bias, Mapping) and all(map(_is_bias, bias.items())),
         "a mapping of token ids to numbers between -1e30 and 1e30 (minus infinity bans a token)"),
     "stop": TEXTS,
-    "stop_token_ids": (_each(whole(0)), "a list of token ids"),
+    "stop_token_ids": (each(integer(0)), "a list of token ids"),
     "logprobs": FEW,
     "prompt_logprobs": FEW,
-    "seed": (optional(whole(-(2**63), 2**64 - 1)), "an integer of at most 64 bits, or None"),
+    "seed": (optional(integer(-(2**63), 2**64 - 1)), "an integer of at most 64 bits, or None"),
     "ignore_eos": FLAG,
     "skip_special_tokens": FLAG,
-    "n": (whole(1, 128), "an integer between 1 and 128"),
+    "n": (integer(1, 128), "an integer between 1 and 128"),
     "bad_words": TEXTS,
     "include_stop_str_in_output": FLAG,
     "grammar": (optional(lambda value: isinstance(value, Grammar)), "a Grammar, as "

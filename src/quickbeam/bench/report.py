@@ -128,7 +128,7 @@ def record(results: Results) -> dict[str, Any]:
 def tables(results: Results) -> list[str]:
     """Return a table of each category and overall, and one of what a step costs.
 
-    They fit 90 columns with the names of methods.
+    The tables fit 90 columns with the names of methods.
     """
     overall = summaries(results)
     columns = dict(STEP_COLUMNS)

@@ -287,7 +287,7 @@ def by_load(runs: Sequence[Run]) -> dict[int, dict[str, dict[str, Any]]]:
 def tables(runs: Sequence[Run]) -> list[str]:
     """Return the figures as Markdown tables: speed, and how long requests wait.
 
-    They fit 90 columns with the names of methods.
+    The tables fit 90 columns with the names of methods.
     """
     speeds = list[dict[str, object]]()
     waiting = list[dict[str, object]]()

@@ -115,24 +115,27 @@ def bench(
 
 
 def compare(
-    asked: QuestionOptions, target: TargetOptions, given: ReportOptions, params: SamplingParams
+    asked: QuestionOptions,
+    target: TargetOptions,
+    report_options: ReportOptions,
+    params: SamplingParams,
 ) -> None:
     """Load the methods, ask the questions, then show and write the figures."""
-    items, questions = prepare(asked, target, given, params)
+    items, questions = prepare(asked, target, report_options, params)
     with loading_progress(target.source, target.drafter) as loading:
         from quickbeam.bench import report
         from quickbeam.bench.run import begin, run, warm_up
 
         runners, name, disk = load_runners(items, arguments(target), loading, asked.raw)
     results, device = begin(items, params), next(iter(runners.values())).device
-    about = known(asked, target, params, device, name)
+    about = measurement(asked, target, params, device, name)
     about |= {} if disk is None else {"memory": disk.record()}
 
     def finish() -> None:
         if results.trials:
             lines = report.footer(results) + ([] if disk is None else [disk.in_words])
             typer.echo("\n".join([*report.tables(results), *lines]))
-            given.save({**about, **report.record(results)})
+            report_options.save({**about, **report.record(results)})
 
     # the bar is drawn when an answer is done, so that nothing else runs while one is timed
     with kept(finish), progress_bar("warming up", by_itself=False) as show:
@@ -186,7 +189,7 @@ def throughput(
     runner, runs = next(iter(runners.values())), list[Run]()
     assert isinstance(runner, LLMRunner)
     prompts = fitting(runner, questions, params.max_tokens)
-    about = known(load, target, params, runner.device, name)
+    about = measurement(load, target, params, runner.device, name)
     about["settings"]["skipped"] = len(questions) - len(prompts)
 
     def finish() -> None:
@@ -228,7 +231,7 @@ def prepare(
     return items, spread(load_questions(asked.questions), asked.limit)
 
 
-def known(
+def measurement(
     asked: QuestionOptions, target: TargetOptions, params: SamplingParams, device: str, model: str
 ) -> dict[str, Any]:
     """Return when, where and with what settings a measurement was made, for its JSON."""

@@ -12,13 +12,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from quickbeam import hub
-from quickbeam.config import LLMOptions, ReportProgress, check_vocab
+from quickbeam.config import LLMOptions, ReplicaOptions, ReportProgress, check_vocab
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.grammar.spec import Grammar
 from quickbeam.hub.mtp import MTP
@@ -46,14 +46,8 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 class LoadOptions(LLMOptions):
     """The options of `LLM` for commands, checked before PyTorch is imported."""
 
-    method: str = field(
-        default="auto",
-        metadata={
-            "metavar": "NAME",
-            "help": f"How tokens are drafted: {', '.join(METHODS)}.",
-            "common": True,
-        },
-    )
+    # only here are the names of methods known
+    HELP: ClassVar = {"method": f"How tokens are drafted: {', '.join(METHODS)}."}
 
     def check(self) -> None:
         """Raise `InvalidInput` for what can be seen to be wrong before PyTorch is imported."""
@@ -94,15 +88,11 @@ def check_models(*names: str | PathLike[str] | None) -> None:
 
 
 @dataclass(frozen=True)
-class ReplicaOptions:
-    """Whether answers are computed by replicas on Ray."""
+class RayOptions(ReplicaOptions):
+    """Replicas of the model on Ray, if asked for."""
 
     ray: bool = False
     """Answer by replicas of the model on Ray, on this machine or a cluster."""
-    replicas: int = field(default=1, metadata={"min": 1})
-    """Replicas of the model, with --ray."""
-    threads: int = field(default=1, metadata={"min": 1})
-    """Threads that each replica computes with, with --ray."""
 
     def check(self, loading: LoadOptions) -> None:
         """Raise `InvalidInput` for options that don't fit one another, or can't be loaded here."""
@@ -137,9 +127,9 @@ class GrammarOptions:
 
     def grammar(self) -> Grammar | None:
         """Return what `SamplingParams` takes for these options."""
-        given = [name for name, value in vars(self).items() if value not in (None, False)]
-        if len(given) > 1:
-            names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        set_options = [name for name, value in vars(self).items() if value not in (None, False)]
+        if len(set_options) > 1:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in set_options)
             raise InvalidInput(f"{names}: an answer follows one grammar; give one of them")
         if self.json_schema is not None:
             schema = self.json_schema
@@ -324,7 +314,7 @@ def save(option: str, path: Path, content: str | dict[str, Any]) -> None:
 def statistics_text(completion: Completion, kernels: str, verbose: bool = False) -> str:
     """Return what an answer cost, in a line, and what was done where the drafter is too slow.
 
-    `verbose`: with further lines, for who compares methods or machines.
+    `verbose`: with further lines, to compare methods or machines by.
     """
     s = completion.statistics
     # an answer that ended by itself needs no word
@@ -335,7 +325,7 @@ def statistics_text(completion: Completion, kernels: str, verbose: bool = False)
     if "drafter" in s.sources and s.steps > 8 * max(1, s.drafter_calls):
         used = [SOURCES.get(name, name) for name, count in s.sources.items() if count.drafted]
         others = [name for name in used if name != SOURCES["drafter"]]
-        instead = f"drafted from {listed(others)}" if others else "decoded without drafts"
+        instead = f"drafted from {in_words(others)}" if others else "decoded without drafts"
         lines.append(f"{instead}: faster here than the drafter")
     if verbose:
         lines += more_statistics(completion, kernels)
@@ -361,6 +351,6 @@ def more_statistics(completion: Completion, kernels: str) -> list[str]:
     return [*lines, f"{exact} to plain decoding, kernels: {kernels}"]
 
 
-def listed(words: Sequence[str]) -> str:
+def in_words(words: Sequence[str]) -> str:
     """Return words as in `a, b and c`."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

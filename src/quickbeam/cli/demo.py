@@ -81,18 +81,20 @@ class DemoOptions:
     """File that also gets what is shown, as a picture."""
 
 
-def demo(loading: LoadOptions, given: DemoOptions) -> None:
+def demo(loading: LoadOptions, options: DemoOptions) -> None:
     """Answer two prompts without and with drafts, side by side.
 
     Both answers are shown with their speed.
     """
-    if given.svg is not None:
-        check_output("--svg", given.svg)
-    silent = replace(loading, memory_of_answers="0", keep=None)  # both answer the same prompts
-    params = SamplingParams(max_tokens=given.max_tokens)
-    llm = silent.load()
+    if options.svg is not None:
+        check_output("--svg", options.svg)
+    without_memory = replace(
+        loading, memory_of_answers="0", keep=None
+    )  # both answer the same prompts
+    params = SamplingParams(max_tokens=options.max_tokens)
+    llm = without_memory.load()
     methods = list(dict.fromkeys(("ar", loading.method)))
-    has_picture = given.svg is not None
+    has_picture = options.svg is not None
     out = Console(record=has_picture, width=WIDTH if has_picture else None, highlight=False)
     for name in methods:  # measures costs and fills caches: not counted
         answer(llm, name, EDIT, params, "warming up")
@@ -111,9 +113,9 @@ def demo(loading: LoadOptions, given: DemoOptions) -> None:
     out.print(legend(used), Text(WORDS, style="dim"), sep="\n")
     name = Path(loading.source or DEFAULT).name
     out.print(Text(f"{name} on {cpu_name()}, kernels: {llm.kernels}", style="dim"))
-    if given.svg is not None:
+    if options.svg is not None:
         svg = out.export_svg(title="quickbeam demo", unique_id="quickbeam-demo")
-        save("--svg", given.svg, FONTS.sub("", svg))
+        save("--svg", options.svg, FONTS.sub("", svg))
 
 
 def answer(

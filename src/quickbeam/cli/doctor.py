@@ -100,7 +100,7 @@ def busy_programs(seconds: float) -> dict[str, float]:
     """
     import psutil
 
-    watched = [one for one in psutil.process_iter(["name"]) if one.pid != os.getpid()]
+    watched = [process for process in psutil.process_iter(["name"]) if process.pid != os.getpid()]
     shares = Counter[str]()
     for process in watched:
         with suppress(psutil.Error):
@@ -148,14 +148,16 @@ def lacking(extra: str = "") -> list[str]:
     from packaging.requirements import Requirement
 
     missing = []
-    for one in map(Requirement, metadata.requires("quickbeam") or ()):
-        required = one.marker is None or one.marker.evaluate({"extra": extra})
-        if required and ("extra" in str(one.marker)) == bool(extra):
+    for requirement in map(Requirement, metadata.requires("quickbeam") or ()):
+        required = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+        if required and ("extra" in str(requirement.marker)) == bool(extra):
             try:
-                fits = one.specifier.contains(metadata.version(one.name), prereleases=True)
+                fits = requirement.specifier.contains(
+                    metadata.version(requirement.name), prereleases=True
+                )
             except metadata.PackageNotFoundError:
                 fits = False
-            missing += [] if fits else [f"{one.name}{one.specifier}"]
+            missing += [] if fits else [f"{requirement.name}{requirement.specifier}"]
     return missing
 
 
@@ -177,7 +179,7 @@ def extras() -> Finding:
 
 def model() -> Finding:
     folder = cache_folder()
-    above = next(one for one in (folder, *folder.parents) if one.exists())
+    above = next(path for path in (folder, *folder.parents) if path.exists())
     pulled = hub.pulled_bytes(hub.DEFAULT) > 0
     least, free = hub.EMBEDDED[hub.DEFAULT].work_bytes, shutil.disk_usage(above).free
     text = f"{hub.DEFAULT} is {'' if pulled else 'not '}in {folder}, {free / 1e9:.1f} GB free"
@@ -241,18 +243,18 @@ class PullOptions:
     """Fetch nothing: say which models there are, and what is in the cache."""
 
 
-def pull(given: PullOptions) -> None:
+def pull(options: PullOptions) -> None:
     """Fetch a built-in model into the cache.
 
     Its folder is printed. What is there already is not fetched again.
     """
-    if given.list:
+    if options.list:
         for name, entry in hub.EMBEDDED.items():
             size = hub.pulled_bytes(name)
             state = f"{size / 1e6:.0f} MB" if size else "not pulled"
             folder = cache_folder() / name
             print(f"{name}: {state}, {entry.license}\n  {entry.summary}\n  {folder}")
     else:
-        with progress_bar(f"looking for {given.name}", written=True) as report:
-            folder = builtin.pull(given.name, report)
+        with progress_bar(f"looking for {options.name}", written=True) as report:
+            folder = builtin.pull(options.name, report)
         print(folder)

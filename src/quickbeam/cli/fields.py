@@ -3,7 +3,8 @@
 A field of a command's dataclass becomes an option of its name, with its type and default, and its
 attribute docstring as help. `metadata` of the field may say more: `choices`, `metavar`, `min`,
 `max`, `help` in place of the docstring, `option`: other names, or False for none, `argument`: True
-for what is given without a name, and `common`: True for an option that many people use.
+for what is given without a name, and `common`: True for an option that many people use. A command's
+dataclass may have `HELP`, texts in place of those of its bases.
 
 The help of a command shows common options first, the others of each dataclass together below the
 first words of its docstring. Errors about a field are in the words of the command line.
@@ -36,7 +37,8 @@ _hints = lru_cache(get_type_hints)  # which compiles every annotation
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Return `function` for typer, with options in place of its parameters that are dataclasses."""
     hints = get_type_hints(function, include_extras=True)
-    parameters, kinds = list[Parameter](), dict[str, tuple[type, list[str]]]()
+    parameters = list[Parameter]()
+    groups = dict[str, type]()  # the dataclass of each parameter that is one
     names = dict[str, str]()
     for parameter in signature(function).parameters.values():
         kind = hints[parameter.name]
@@ -44,25 +46,26 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY))
             continue
         assert isinstance(kind, type)
-        taken = _taken(kind)
-        kinds[parameter.name] = kind, [field.name for field in taken]
-        parameters += [_option(kind, field, parameter.default) for field in taken]
+        groups[parameter.name] = kind
+        parameters += [_option(kind, field, parameter.default) for field in _taken(kind)]
         names |= option_names(kind)
 
     @wraps(function)
     def run(**values: Any) -> None:
         try:
-            for name, (kind, taken) in kinds.items():
-                given = {field: values.pop(field) for field in taken}
-                lists = {field: tuple(v) for field, v in given.items() if isinstance(v, list)}
-                values[name] = kind(**{**given, **lists})
+            for name, kind in groups.items():
+                fields_of_group = dict[str, Any]()
+                for field in _taken(kind):
+                    value = values.pop(field.name)
+                    fields_of_group[field.name] = tuple(value) if isinstance(value, list) else value
+                values[name] = kind(**fields_of_group)
             function(**values)
         except InvalidInput as error:
             error.args = (in_options(str(error), names),)
             raise
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
@@ -89,9 +92,12 @@ def _taken(kind: Any) -> list[Field[Any]]:
 
 
 def _names(owner: type, field: Field[Any]) -> list[str]:
-    """Return how an option is given, such as `--verbose` and `-v`. That of a list is singular."""
-    if given := field.metadata.get("option"):
-        return str(given).split()
+    """Return the names of an option, such as `--verbose` and `-v`.
+
+    An option that may be repeated has the singular of its field's name.
+    """
+    if option_text := field.metadata.get("option"):
+        return str(option_text).split()
     name = f"--{field.name.replace('_', '-')}"
     return [name.removesuffix("s") if _is_list(_hints(owner)[field.name]) else name]
 
@@ -111,35 +117,53 @@ def _declaring(owner: type, name: str) -> type:
     return declaring[-1]
 
 
-def _option(owner: type, field: Field[Any], given: Any) -> Parameter:
-    """Return the parameter that typer makes an option from. `given`: an instance with defaults."""
+def _option(owner: type, field: Field[Any], defaults: Any) -> Parameter:
+    """Return the parameter that typer makes an option from.
+
+    `defaults`: an instance of `owner`, or none.
+    """
     kind: Any = _hints(owner)[field.name]
-    more, default = dict(field.metadata), getattr(given, field.name, field.default)
-    text = more.pop("help", None) or _docs(owner).get(field.name, "")
-    name, *others = _names(owner, field)
-    more.pop("option", None)
-    heading = COMMON if more.pop("common", False) else _heading(_declaring(owner, field.name))
+    default = getattr(defaults, field.name, field.default)
+    for_typer = dict(field.metadata)
+    for_typer.pop("option", None)
+    for_typer.pop("rule", None)
+    is_argument = for_typer.pop("argument", False)
+    heading = _heading(_declaring(owner, field.name))
+    if for_typer.pop("common", False):
+        heading = COMMON
+    help_text: str = for_typer.pop("help", None) or _docs(owner).get(field.name, "")
+    help_text = getattr(owner, "HELP", {}).get(field.name, help_text)
+    name, *short_names = _names(owner, field)
+
+    # what typer converts the text of the command line to
     if default is MISSING:
         default = None if type(None) in get_args(kind) else Parameter.empty
     elif _is_list(kind):
-        kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]
-        text += " May be repeated."
+        item, *_ = get_args(kind)
+        kind = list[item]  # type: ignore[valid-type]
+        default = list(default)
+        help_text += " May be repeated."
     if len({*get_args(kind)} - {type(None)}) > 1 and not _is_list(kind):
         # of several types in Python, and text on the command line
         kind = str | None if default is None else str
-    if choices := more.pop("choices", None):
+    choices = for_typer.pop("choices", None)
+    if choices:
         kind = Literal[choices] | None if default is None else Literal[choices]
     if kind in (bool, bool | None) and default is not False:
         name += f"/--no-{name[2:]}"
-    value = next((one for one in (kind, *get_args(kind)) if one in METAVARS), None)
-    if value is not None:
-        more.setdefault("metavar", METAVARS[value])
-    if more.pop("argument", False):
-        what: Any = typer.Argument(help=text, **more)
+    for candidate in (kind, *get_args(kind)):
+        if candidate in METAVARS:
+            for_typer.setdefault("metavar", METAVARS[candidate])
+            break
+
+    if is_argument:
+        argument: Any = typer.Argument(help=help_text, **for_typer)
     else:
-        what = typer.Option(name, *others, help=text, rich_help_panel=heading, **more)
+        argument = typer.Option(
+            name, *short_names, help=help_text, rich_help_panel=heading, **for_typer
+        )
     return Parameter(
-        field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, what]
+        field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, argument]
     )
 
 
@@ -154,15 +178,14 @@ def _docs(kind: type) -> dict[str, str]:
     except (OSError, TypeError):
         return docs
     assert isinstance(owner, ast.ClassDef)
-    return docs | {
-        field.target.id: cleandoc(text.value.value)
-        for field, text in pairwise(owner.body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }
+    for field, text in pairwise(owner.body):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)):
+            continue
+        if isinstance(text.value.value, str):
+            docs[field.target.id] = cleandoc(text.value.value)
+    return docs
 
 
 class Command(TyperCommand):

@@ -126,18 +126,18 @@ def read(prompt: str) -> str:
     return text
 
 
-def chat(loading: LoadOptions, given: ChatOptions, params: SamplingParams = LONGER) -> None:
+def chat(loading: LoadOptions, options: ChatOptions, params: SamplingParams = LONGER) -> None:
     """Talk with the model.
 
     /help lists what can be typed; lines may also come from a pipe.
     """
     with loading.load() as llm:  # closing it writes what --keep keeps
-        talk(llm, given, params)
+        talk(llm, options, params)
 
 
-def talk(llm: LLM, given: ChatOptions, params: SamplingParams) -> None:
+def talk(llm: LLM, options: ChatOptions, params: SamplingParams) -> None:
     """Answer line by line, up to the end of the input."""
-    opening = [{"role": "system", "content": given.system}] if given.system is not None else []
+    opening = [{"role": "system", "content": options.system}] if options.system is not None else []
     messages = list(opening)
     say(f"{llm.name}, method {llm.method}\n{HELP}")
     for line in lines():
@@ -161,7 +161,7 @@ def talk(llm: LLM, given: ChatOptions, params: SamplingParams) -> None:
                 why = in_options(str(error), option_names(SamplingParams))
                 say(f"error: {why}; /reset starts over")
                 continue
-            say(statistics_text(completion, llm.describe(), given.verbose))
+            say(statistics_text(completion, llm.describe(), options.verbose))
             if completion.text:  # else stopped before the first word: forget the question
                 messages = [*asked, {"role": "assistant", "content": completion.text}]
 

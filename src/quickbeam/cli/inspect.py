@@ -31,17 +31,17 @@ class InspectOptions:
     """File that gets every step's draft tree, as one page."""
 
 
-def inspect(given: InspectOptions) -> None:
+def inspect(options: InspectOptions) -> None:
     """Show what an answer's drafts were and what became of them.
 
     The table is by source; --html shows every draft tree.
     """
     from quickbeam.engine.trace import read_trace
 
-    trace = read_trace(given.trace)
-    if given.html is not None:
-        check_output("--html", given.html)
-        save("--html", given.html, page(trace))
+    trace = read_trace(options.trace)
+    if options.html is not None:
+        check_output("--html", options.html)
+        save("--html", options.html, page(trace))
     table = Table(HEADS[0], box=None, header_style="bold")
     for column in HEADS[1:]:
         table.add_column(column, justify="right")

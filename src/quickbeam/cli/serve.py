@@ -8,7 +8,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,10 +21,9 @@ from tqdm import tqdm
 from quickbeam import hub
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.run import Answer, check, read, run
-from quickbeam.cli.common import LoadOptions, ReplicaOptions, arguments, harmless, needs, say
+from quickbeam.cli.common import LoadOptions, RayOptions, harmless, needs, say
+from quickbeam.config import ServerOptions
 from quickbeam.errors import InvalidInput
-from quickbeam.params import SamplingParams
-from quickbeam.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     from quickbeam.serve.runner import Runner
@@ -35,46 +34,29 @@ REASON = 200  # characters of the reason
 AHEAD = 2  # requests under way for each answer that is computed at a time
 
 
-@dataclass(frozen=True)
-class ServeOptions:
-    """What is served, and how it starts."""
-
-    served_name: Sequence[str] = field(default=(), metadata={"metavar": "NAME", "common": True})
-    """Name of the model for clients, and other names for it. Default: the name that it is loaded
-    by."""
-
-
-def serve(
-    loading: LoadOptions, settings: ServeSettings, replicas: ReplicaOptions, given: ServeOptions
-) -> None:
+def serve(loading: LoadOptions, options: ServerOptions, replicas: RayOptions) -> None:
     """Serve a model over HTTP to OpenAI's clients.
 
     A page to try it is at /. Ctrl-C or SIGTERM finishes what is under way.
     """
     replicas.check(loading)
-    if settings.default_temperature is not None:
-        try:
-            SamplingParams(temperature=settings.default_temperature)
-        except InvalidInput as error:  # which begins with the parameter's name
-            raise InvalidInput(f"default_{error}") from None
     with needs("serve", "the server"):
         from quickbeam.serve import server
         from quickbeam.serve.fingerprint import name_of
         from quickbeam.serve.runner import Runner
-    name, *aliases = given.served_name or [name_of(loading.source or hub.DEFAULT)]
-    keys = (*settings.api_keys, *keys_of(os.environ.get(KEY, "")))
-    settings = replace(settings, served_name=name, aliases=tuple(aliases), api_keys=keys)
+    names = options.served_names or (name_of(loading.source or hub.DEFAULT),)
+    keys = (*options.api_keys, *keys_of(os.environ.get(KEY, "")))
+    options = replace(options, served_names=names, api_keys=keys)
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.WARNING, format=form)
-    if settings.log_prompts:
+    if options.log_prompts:
         logging.getLogger("quickbeam.serve").setLevel(logging.INFO)
     if replicas.ray:
         with needs("ray,serve", "--ray"):
             from quickbeam.serve import ray
-        wanted = arguments(loading, replicas=replicas.replicas, threads=replicas.threads)
-        where = f"{name} at http://{settings.host}:{settings.port}, on Ray"
-        return ray.run(settings, wanted, lambda: say(where))
-    runner = Runner(settings)
+        where = f"{names[0]} at http://{options.host}:{options.port}, on Ray"
+        return ray.run(loading, options, replicas, lambda: say(where))
+    runner = Runner(options)
     server.run(runner, loading.load, ready=lambda address: say(greeting(runner, address)))
 
 
@@ -87,11 +69,11 @@ def greeting(runner: Runner, address: str) -> str:
     """Return a text that says where the server is, what it serves, and how to send it a request."""
     messages = [{"role": "user", "content": "Hello"}]
     body = json.dumps({"model": runner.name, "messages": messages, "temperature": 0})
-    key = f' -H "Authorization: Bearer ${KEY}"' if runner.settings.api_keys else ""
-    host, llm = runner.settings.host, runner.llm
+    key = f' -H "Authorization: Bearer ${KEY}"' if runner.options.api_keys else ""
+    host, llm = runner.options.host, runner.llm
     warning = f"warning: everybody who can reach {host} may use it: add --api-key, or set {KEY}\n"
     return (
-        f"{'' if key or runner.settings.loopback else warning}"
+        f"{'' if key or runner.options.loopback else warning}"
         f"{runner.name} at {address} (method {llm.method}, kernels: {llm.describe()})\n"
         f"try it: curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d "
         f"{shlex.quote(body)}"
@@ -111,7 +93,7 @@ class BatchFiles:
     """Name of the model in the requests. Default: the name that it is loaded by."""
 
 
-def batch(files: BatchFiles, loading: LoadOptions, replicas: ReplicaOptions) -> None:
+def batch(files: BatchFiles, loading: LoadOptions, replicas: RayOptions) -> None:
     """Answer a file of requests.
 
     Broken off at any moment, the same command goes on: no answer is lost, and none is made twice.
@@ -147,9 +129,9 @@ def failures(failed: Mapping[str, str], lines: Mapping[str, int]) -> list[str]:
     texts = list[str]()
     for name in named[:MOST_NAMED]:
         where, reason = f"line {lines[name]}", shorten(failed[name], REASON, placeholder=" …")
-        own = f" ({name})" if name != f"line-{lines[name]}" else ""
+        custom_id = f" ({name})" if name != f"line-{lines[name]}" else ""
         # a line that is no request says so itself
-        where = f"{where}{own}: " if not reason.startswith(where) else ""
+        where = f"{where}{custom_id}: " if not reason.startswith(where) else ""
         texts.append(harmless(f"  {where}{reason}"))
     if len(named) > MOST_NAMED:
         texts.append(f"  and {len(named) - MOST_NAMED} more; their records say why")
@@ -157,22 +139,20 @@ def failures(failed: Mapping[str, str], lines: Mapping[str, int]) -> list[str]:
 
 
 async def answer(
-    files: BatchFiles, journal: Journal, total: int, loading: LoadOptions, replicas: ReplicaOptions
+    files: BatchFiles, journal: Journal, total: int, loading: LoadOptions, replicas: RayOptions
 ) -> None:
     """Answer all requests that have no answer yet, with a model here or replicas on Ray."""
     answering: AbstractAsyncContextManager[Answer]
     if replicas.ray:
         with needs("ray,serve", "--ray"):
             from quickbeam.serve import actors
-        answering = actors.replicas(
-            replicas.replicas, files.served_name, arguments(loading), replicas.threads
-        )
+        answering = actors.replicated(loading, files.served_name, replicas)
     else:
         with needs("serve", "answering requests"):
             from quickbeam.serve.endpoints import InProcessServer
         answering = InProcessServer(loading.load(), files.served_name)
     shown = {"unit": "answer", "disable": not sys.stderr.isatty()}
-    async with answering as one:
+    async with answering as answer_request:
         with tqdm(total=total, initial=len(journal.done), **shown) as bar:
             window = AHEAD * loading.max_running * replicas.replicas
-            await run(read(files.source), one, journal, window, bar.update)
+            await run(read(files.source), answer_request, journal, window, bar.update)

@@ -261,12 +261,12 @@ class CompiledDrafter(CompiledStack):
         source, hidden_input = self._add_input(c), self.stack.hidden_input
         layers = self.stack.layers
         if source is None and hidden_input is not None and hidden_input.reads_tokens:
-            c.norm(layers[0].attention_before, c.x, c.normed)
+            c.norm(layers[0].attention_before, c.x, c.normalised)
         elif source is None:
-            c.program.copy(c.x, c.normed)
+            c.program.copy(c.x, c.normalised)
         for i, layer in enumerate(layers):
             assert layer.attention is not None
-            add_queries_and_keys(c, layer.attention, i, source or c.normed)
+            add_queries_and_keys(c, layer.attention, i, source or c.normalised)
         return c.program
 
 

@@ -94,8 +94,8 @@ def file_key(path: Path) -> str:
     for part in split_files(path):
         with open(part, "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
-            numbers = (status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-            digest.update(f"{part.resolve()} {numbers}".encode())
+            state = (status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+            digest.update(f"{part.resolve()} {state}".encode())
             for begin, count in _hashed_parts(file, part.suffix, status.st_size):
                 file.seek(begin)
                 digest.update(file.read(count))

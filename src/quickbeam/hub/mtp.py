@@ -24,8 +24,8 @@ class MtpLayout(NamedTuple):
 
     `layer`: its decoder layer. `fc`: the linear layer before the decoder layer. `token_norm`,
     `hidden_norm`: the norms of the inputs of `fc`, which are the token's embedding and the hidden
-    state. They are concatenated in this order unless `hidden_first`. `norm`: the norm before the
-    language model's head.
+    state. Embedding and state are concatenated in this order unless `hidden_first`. `norm`: the
+    norm before the language model's head.
     """
 
     layer: str

@@ -97,8 +97,8 @@ class Draft(NamedTuple):
 class Block(NamedTuple):
     """`rows` rows behind a sequence's committed tokens, which see these, and one another.
 
-    They are at the positions that follow, and are no tokens. In a layer that is not
-    `bidirectional`, a row sees of the others only those before it.
+    The rows are at the positions that follow the committed tokens, and are no tokens. In a layer
+    that is not `bidirectional`, a row sees of the other rows only those before it.
     """
 
     cache: SequenceCache

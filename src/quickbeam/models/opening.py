@@ -1,7 +1,7 @@
 """Opens a `Model` by name.
 
 Its folder, or its `.gguf` file, is read as data. Weights are in memory, as they come or quantised.
-Or a part of them is read from disk or copied from host memory in every pass.
+With a limit of memory, a part of them is read from disk or copied from host memory in every pass.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from quickbeam import hub
 from quickbeam.config import ReportProgress
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import CHUNK, Model
-from quickbeam.models.compile.native_model import NativeModel, kernels_for
+from quickbeam.models.compile.native_model import NativeModel, kernels_for, kernels_on
 from quickbeam.models.families import describe
-from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.rotary import limit_context
@@ -93,7 +92,8 @@ def make_model(
     stack, parameters = describe(model), ModelParameters(model)
     kernels, reason = None, "the torch back end is asked for"
     if native:
-        kernels, reason = kernels_for(parameters, stack, device)
+        usable = kernels_on(device, parameters.dtype)
+        kernels, reason = kernels_for(usable, parameters, stack, device)
     if kernels is not None:
         return NativeModel(parameters, stack, kernels, chunk=chunk, weights=weights)
     _refuse_weights(weights, reason)
@@ -129,9 +129,10 @@ def open_model(
 
     Raises `InvalidInput` for what can't be run like this.
     """
-    checkpoint = open_checkpoint(name, dtype, revision)
+    readers = kernels_on(device, dtype)
+    checkpoint = open_checkpoint(name, dtype, readers, revision)
     refuse_place(weights, device, checkpoint.dtype)
-    kernels, reason = kernels_for(checkpoint, checkpoint.stack, device)
+    kernels, reason = kernels_for(readers, checkpoint, checkpoint.stack, device)
     model: Model
     if kernels is not None:
         model = _native(checkpoint, kernels, weights, memory, progress)
@@ -145,8 +146,8 @@ def open_model(
         return LoadedModel(model, checkpoint.tokenizer, checkpoint.eos_ids, sampling)
     generation = read_json(checkpoint.path / "generation_config.json")
     tokenizer = load_tokenizer(tokenizer_folder(checkpoint), checkpoint.config)
-    ends = eos_ids(generation, checkpoint.config, tokenizer) | known_eos_ids(tokenizer)
-    return LoadedModel(model, tokenizer, ends, sampling_defaults(generation))
+    end_ids = eos_ids(generation, checkpoint.config, tokenizer) | known_eos_ids(tokenizer)
+    return LoadedModel(model, tokenizer, end_ids, sampling_defaults(generation))
 
 
 def tokenizer_folder(checkpoint: Checkpoint | AdaptedCheckpoint) -> Path:
@@ -179,12 +180,16 @@ def _native(
 
 
 def open_checkpoint(
-    name: str, dtype: torch.dtype | None, revision: str | None = None, *, widened: bool = False
+    name: str,
+    dtype: torch.dtype | None,
+    kernels: Kernels | None = None,
+    revision: str | None = None,
 ) -> AnyCheckpoint:
     """Return a model's parameters.
 
-    `widened`: no weights stay in blocks of few bits. Raises `InvalidInput` for models that no
-    family describes, for incomplete checkpoints, and for a revision of a folder or file.
+    `kernels`: read weights in few bits as blocks; without them these are widened. Raises
+    `InvalidInput` for models that no family describes, for incomplete checkpoints, and for a
+    revision of a folder or file.
     """
     hub.check_source(name)
     path = Path(name).expanduser()
@@ -195,11 +200,11 @@ def open_checkpoint(
         )
     try:
         if path.suffix == ".gguf":
-            return open_gguf(path, dtype, None if widened else library.kernels())
+            return open_gguf(path, dtype, kernels)
         folder = local_folder(name, revision)
         adapter = adapter_in(folder)
         if adapter is not None:
-            return AdaptedCheckpoint(Checkpoint(adapter.base, dtype, widened), adapter)
-        return Checkpoint(folder, dtype, widened)
+            return AdaptedCheckpoint(Checkpoint(adapter.base, dtype, kernels), adapter)
+        return Checkpoint(folder, dtype, kernels)
     except InvalidInput as error:
         raise InvalidInput(f"can't load {name!r}: {error}") from error

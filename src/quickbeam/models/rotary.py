@@ -86,7 +86,7 @@ def limit_context(config: Any) -> None:
 
     Dynamic NTK changes them beyond the context, which no answer exceeds. LongRoPE has two sets of
     angles, and takes the second for all tokens of a text that is longer than the model was first
-    trained for. Therefore the context of such a model ends at that length.
+    trained for. Therefore the context of a model with LongRoPE ends at that length.
     """
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int | float | None):

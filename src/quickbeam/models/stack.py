@@ -16,10 +16,10 @@ Name = str  # of a parameter of transformers' causal language model
 class ParameterRows:
     """Some rows of a parameter: of a weight `[outputs, inputs]`, or of its bias.
 
-    `part` of `parts`: which of so many equal pieces. With `heads`, each of so many heads holds its
-    parts one after the other, and the pieces of all heads are taken. `transposed`: the parameter is
-    `[inputs, outputs]`. `expert`: which of several weights in one parameter. `cut`: of each head's
-    rows the first, and the one after the last.
+    The parameter consists of `parts` equal pieces, of which this is number `part`. With `heads`,
+    each head holds its parts one after the other, and the pieces of all heads are taken.
+    `transposed`: the parameter is `[inputs, outputs]`. `expert`: which of several weights in one
+    parameter. `cut`: of each head's rows the first, and the one after the last.
     """
 
     name: Name
@@ -272,20 +272,20 @@ class Routing:
 class Experts:
     """The sum over a row's active experts of their results times their weights.
 
-    `chosen`: the experts that rows select among, gated feed-forwards of one shape. `shared`: an
+    `candidates`: the experts that rows select among, gated feed-forwards of one shape. `shared`: an
     expert of all rows, with weight 1, or the sigmoid of `shared_gate`. In native passes,
     `routing.logits` and `shared_gate` keep every bit.
     """
 
     routing: Routing
-    chosen: tuple[FeedForward, ...]
+    candidates: tuple[FeedForward, ...]
     shared: FeedForward | None = None
     shared_gate: Linear | None = None
 
     @property
     def all(self) -> tuple[FeedForward, ...]:
         """All experts, the shared one last if there is one."""
-        return self.chosen if self.shared is None else (*self.chosen, self.shared)
+        return self.candidates if self.shared is None else (*self.candidates, self.shared)
 
 
 @dataclass(frozen=True)

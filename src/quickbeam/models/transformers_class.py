@@ -38,7 +38,7 @@ def load_model(
     Raises `InvalidInput` as `open_checkpoint` does, and for a `.gguf` file.
     """
     refuse_file(model)
-    checkpoint = open_checkpoint(model, dtype, widened=True)
+    checkpoint = open_checkpoint(model, dtype)
     assert not isinstance(checkpoint, GgufCheckpoint)
     config: Any = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
     config = config.get_text_config()

@@ -12,13 +12,11 @@ import ray
 from ray.exceptions import RayError
 
 from quickbeam.batch.run import CHAT, COMPLETIONS, RESPONSES, Answer, Reply
+from quickbeam.config import LLMOptions, ReplicaOptions
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.serve.endpoints import InProcessServer
 
-# CPUs that Ray reserves for a replica. Its threads decide how many it really uses. A half leaves
-# capacity for the tasks that read and write data.
-CPUS = 0.5
 URL_BY_FIELD = {"messages": CHAT, "input": RESPONSES, "prompt": COMPLETIONS}
 RESTARTS = 10  # of a replica that dies, until the run is given up
 
@@ -46,10 +44,12 @@ class BatchReplica(InProcessServer):
 
 
 @asynccontextmanager
-async def replicas(
-    count: int, name: str | None, options: dict[str, Any], threads: int = 1
+async def replicated(
+    options: LLMOptions, name: str | None, replicas: ReplicaOptions
 ) -> AsyncIterator[Answer]:
-    """Yield a function that answers with `count` replicas, on `RAY_ADDRESS` or this machine.
+    """Yield a function that answers with replicas, on `RAY_ADDRESS` or this machine.
+
+    `name` is what responses call the model.
 
     A request goes to the replica with the fewest unanswered ones. A replica that dies is started
     again and asked again; if that doesn't help, the function raises `QuickbeamError`.
@@ -57,14 +57,14 @@ async def replicas(
     connect()
     try:
         actor_class: Any = ray.remote(BatchReplica).options(
-            num_cpus=CPUS,
-            num_gpus=0,
+            num_cpus=replicas.cpus,
+            num_gpus=replicas.gpus,
             max_restarts=RESTARTS,
             max_task_retries=-1,
-            runtime_env=environment(threads),
+            runtime_env=environment(replicas.threads),
         )
-        actors = [actor_class.remote(name, options) for _ in range(count)]
-        unanswered = [0] * count
+        actors = [actor_class.remote(name, vars(options)) for _ in range(replicas.replicas)]
+        unanswered = [0] * replicas.replicas
 
         async def answer(url: str, body: dict[str, Any]) -> Reply:
             index = unanswered.index(min(unanswered))

@@ -14,8 +14,8 @@ from contextvars import ContextVar
 
 from typing_extensions import Self
 
+from quickbeam.config import ServerOptions
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.serve.settings import ServeSettings
 
 BYTES_A_TOKEN = 4  # roughly, for English text
 # seconds after which a client is told to ask again
@@ -65,7 +65,7 @@ class Ticket:
         self._unfinished = choices
 
     def weigh(self, tokens: int) -> None:
-        """Count the prompts with so many tokens while they wait; 0: they wait no longer."""
+        """Count `tokens` of the prompts while these wait. 0: the prompts wait no longer."""
         if self.tokens:
             self.gate.waiting_tokens += tokens - self.tokens
             self.tokens = tokens
@@ -101,8 +101,8 @@ class Gate:
     - `waiting_tokens`: the tokens of their prompts.
     """
 
-    def __init__(self, settings: ServeSettings) -> None:
-        self.settings = settings
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
         self.max_running = 0
         self.phase = "starting"
         self.inside = 0
@@ -120,7 +120,7 @@ class Gate:
         waiting.
         """
         self.check()
-        max_inside = self.max_running + self.settings.max_waiting
+        max_inside = self.max_running + self.options.max_waiting
         if choices > max_inside:
             raise InvalidInput(
                 f"{choices} answers in one request: this server takes at most {max_inside}; ask "
@@ -128,17 +128,17 @@ class Gate:
             )
         if self.inside + choices > max_inside:
             raise _busy(
-                f"{self.waiting} requests wait for their turn, and {self.settings.max_waiting} "
+                f"{self.waiting} requests wait for their turn, and {self.options.max_waiting} "
                 f"may; this one asks for {choices}"
             )
         of_tenant = self._inside_by_tenant[tenant]
-        max_of_tenant = max_inside - self.settings.max_waiting // 8
+        max_of_tenant = max_inside - self.options.max_waiting // 8
         if tenant is not None and choices <= max_of_tenant < of_tenant + choices:
             raise _busy(
                 f"{of_tenant} requests of this client are under way, and {max_of_tenant} may be; "
                 f"this one asks for {choices}"
             )
-        max_tokens = self.settings.max_waiting_tokens
+        max_tokens = self.options.max_waiting_tokens
         if self.waiting_tokens and self.waiting_tokens + tokens > max_tokens:
             raise _busy(
                 f"prompts of about {self.waiting_tokens} tokens wait for their turn, and "

@@ -62,11 +62,11 @@ def create_app(runner: Runner) -> Starlette:
     routes = [Route(path, guarded(runner, handler)) for path, handler in GET.items()]
     for path, handler in POST.items():
         routes.append(Route(path, guarded(runner, handler), methods=["POST"]))
-    middleware = [Middleware(Guard, settings=runner.settings)]
-    if runner.settings.cors_origins:  # before the keys, as a browser asks first without one
+    middleware = [Middleware(Guard, options=runner.options)]
+    if runner.options.cors_origins:  # before the keys, as a browser asks first without one
         cors = Middleware(
             CORSMiddleware,
-            allow_origins=runner.settings.cors_origins,
+            allow_origins=runner.options.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=[IGNORED],
@@ -104,7 +104,7 @@ def responder(endpoint: Endpoint) -> Handler:
             reply.events(),
             headers=ignored_header(request),
             sep="\n",
-            ping=runner.settings.keep_alive,
+            ping=runner.options.keep_alive,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
         )
 

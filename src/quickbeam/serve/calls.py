@@ -114,12 +114,12 @@ class ToolCallParser:
     as a call that was cut short, is text.
 
     A call in a thought is a draft: it is text once the thought closes, and a call if the thought
-    never does. From such a call on, all is held back.
+    never does. From a call in a thought on, all is held back.
 
     - `several`: whether calls after the first are given, too.
     - `thinking`: whether the prompt opened a thought.
     - `either`: whether the answer is calls or text, as its grammar says. What looks like a call in
-      such a text is text.
+      an answer of text is text.
     """
 
     def __init__(

@@ -259,6 +259,6 @@ def _encode_prompts(
 
 
 def too_long(context: int, why: str, param: str) -> Refused:
-    """Return the error for a prompt that is too long for a context of so many tokens."""
+    """Return the error for a prompt that is too long for the context."""
     message = f"This model's maximum context length is {context} tokens, {why}"
     return Refused(message, param, "context_length_exceeded")

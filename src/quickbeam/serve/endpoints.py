@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from quickbeam.batch.run import CHAT, COMPLETIONS, RESPONSES, Answer, Reply
+from quickbeam.config import ServerOptions
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.serve import completions, errors, responses
@@ -19,7 +20,6 @@ from quickbeam.serve.messages import ChatRequest, CompletionRequest
 from quickbeam.serve.responses_request import ResponsesRequest
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.schemas import BaseRequest
-from quickbeam.serve.settings import ServeSettings
 
 adapter = cache(TypeAdapter)
 NEVER = 10**9  # seconds
@@ -92,8 +92,11 @@ class InProcessServer:
     """
 
     def __init__(self, llm: LLM, name: str | None = None) -> None:
-        unbounded = ServeSettings(
-            served_name=name, max_waiting=2**40, max_waiting_tokens=2**40, queue_timeout=NEVER
+        unbounded = ServerOptions(
+            served_names=() if name is None else (name,),
+            max_waiting=2**40,
+            max_waiting_tokens=2**40,
+            queue_timeout=NEVER,
         )
         self._runner = Runner(unbounded, llm)
 

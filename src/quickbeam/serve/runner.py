@@ -15,6 +15,7 @@ import anyio
 
 from quickbeam import hub
 from quickbeam.aio import AsyncLLM, AsyncStream, Closed
+from quickbeam.config import ServerOptions
 from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
@@ -23,7 +24,6 @@ from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import LATER, SOON, Gate, Ticket, Unavailable
 from quickbeam.serve.fingerprint import fingerprint_of, name_of
 from quickbeam.serve.metrics import Metrics, RequestMetrics
-from quickbeam.serve.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -65,12 +65,13 @@ class FairThread:
 class Runner:
     """Answers requests with one model, on one event loop; `starting` until it has an `llm`."""
 
-    def __init__(self, settings: ServeSettings, llm: LLM | None = None) -> None:
-        self.settings = settings
-        self.gate = Gate(settings)
+    def __init__(self, options: ServerOptions, llm: LLM | None = None) -> None:
+        self.options = options
+        self.gate = Gate(options)
         self.started = int(time.time())
-        self.name = settings.served_name or name_of(hub.DEFAULT if llm is None else llm.name)
-        self.names = (self.name, *settings.aliases)
+        loaded_name = name_of(hub.DEFAULT if llm is None else llm.name)
+        self.names = options.served_names or (loaded_name,)
+        self.name = self.names[0]
         self.fingerprint = ""
         # parameters of requests that don't give them
         self.defaults: dict[str, Any] = {"temperature": 1.0}
@@ -88,8 +89,8 @@ class Runner:
         self._aio = AsyncLLM(llm=llm)
         self.fingerprint = fingerprint
         self.defaults.update(llm.sampling_defaults)
-        if self.settings.default_temperature is not None:
-            self.defaults["temperature"] = self.settings.default_temperature
+        if self.options.default_temperature is not None:
+            self.defaults["temperature"] = self.options.default_temperature
         logger.info("sampling of requests that don't say: %s", self.defaults)
         self.gate.max_running = llm.engine.scheduler.max_running
         self.metrics.watch(llm.engine, lambda: self.heartbeat)
@@ -137,7 +138,7 @@ class Runner:
     @contextmanager
     def in_time(self, ticket: Ticket) -> Iterator[None]:
         """Raise `Unavailable` where a request waits for more than `queue_timeout`."""
-        limit = self.settings.queue_timeout
+        limit = self.options.queue_timeout
         waited = time.perf_counter() - ticket.entered
         try:
             with anyio.fail_after(max(limit - waited, 0.001)):
@@ -171,10 +172,10 @@ class Runner:
 
     async def _check_prompt(self, ids: list[int]) -> None:
         """Refuse a prompt that is too long for this server; log it where that is asked for."""
-        limit = self.settings.max_prompt_tokens
+        limit = self.options.max_prompt_tokens
         if limit is not None and len(ids) > limit:
             raise InvalidInput(f"a prompt of {len(ids)} tokens: this server takes at most {limit}")
-        if self.settings.log_prompts:
+        if self.options.log_prompts:
             logger.info("prompt: %r", await asyncio.to_thread(self.llm.tokenizer.decode, ids))
 
     async def _start(self, job: Job, ticket: Ticket) -> AsyncStream:
@@ -222,7 +223,7 @@ class Runner:
         if not self.alive:
             return "the engine's thread has ended"
         seconds_since_step = self.heartbeat
-        limit = self.settings.heartbeat_limit
+        limit = self.options.heartbeat_limit
         if seconds_since_step <= limit:
             return None
         return f"the engine has been silent for {seconds_since_step:.1f} s (limit {limit:g})"
@@ -230,7 +231,7 @@ class Runner:
     async def drain(self) -> bool:
         """Refuse new requests; return whether those under way finish in `drain_timeout` seconds."""
         self.gate.phase = "draining"
-        with anyio.move_on_after(self.settings.drain_timeout):
+        with anyio.move_on_after(self.options.drain_timeout):
             await self.gate.empty.wait()
         return self.gate.empty.is_set()
 

@@ -14,10 +14,9 @@ import anyio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quickbeam.config import parse_bytes
+from quickbeam.config import ServerOptions
 from quickbeam.serve.admission import TENANT
 from quickbeam.serve.errors import Refused, response
-from quickbeam.serve.settings import ServeSettings
 
 OPEN = ("/", "/health")  # paths that need no key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names of this machine
@@ -28,7 +27,7 @@ SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # that change nothing
 
 
 class Guard:
-    """An ASGI middleware that lets through what the settings allow.
+    """An ASGI middleware that refuses what the options do not allow.
 
     With API keys it requires one of them. Without keys, it refuses web pages of other sites, whose
     name may be made to point to this machine. It refuses bodies that are too large or too slow, and
@@ -36,12 +35,12 @@ class Guard:
     answered as the plain path. `TENANT` becomes the key's hash or the client's address.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app = app
-        self._settings = settings
-        self._key_hashes = [sha256(key.encode()).digest() for key in settings.api_keys]
-        self._max_body = parse_bytes(settings.max_body, "max_body")
-        self._open = OPEN if settings.protect_metrics else (*OPEN, "/metrics")
+        self._options = options
+        self._key_hashes = [sha256(key.encode()).digest() for key in options.api_keys]
+        self._max_body = options.max_body_bytes
+        self._open = OPEN if options.protect_metrics else (*OPEN, "/metrics")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -90,11 +89,11 @@ class Guard:
 
     def _foreign_page(self, headers: Headers, method: str) -> Refused | None:
         """Return the error for a request that another site's page sends; None if it is let in."""
-        settings = self._settings
+        options = self._options
         host = headers.get("host", "").lower()
-        if settings.loopback:
+        if options.loopback:
             name, _ = _split(host)
-            accepted = (*LOOPBACK, settings.host, *settings.allowed_hosts)
+            accepted = (*LOOPBACK, options.host, *options.allowed_hosts)
             # without any it is no browser but, say, a load balancer that asks for /health
             if host and not any(fnmatchcase(name, pattern.lower()) for pattern in accepted):
                 return Refused(
@@ -103,9 +102,9 @@ class Guard:
                     code="unknown_host",
                 )
         origin = headers.get("origin")
-        if origin is None or method in SAFE_METHODS or "*" in settings.cors_origins:
+        if origin is None or method in SAFE_METHODS or "*" in options.cors_origins:
             return None
-        if origin not in settings.cors_origins and _split(origin)[1] != host:
+        if origin not in options.cors_origins and _split(origin)[1] != host:
             return Refused(
                 f"web pages of {origin[:100]!r} may not ask: have the server started with "
                 "--cors-origin",
@@ -115,7 +114,7 @@ class Guard:
 
     def _limited(self, receive: Receive) -> Receive:
         """Return a `receive` that ends with the limits of size, which is counted, and of time."""
-        limit = self._settings.read_timeout
+        limit = self._options.read_timeout
         deadline = asyncio.get_running_loop().time() + limit
         seen = 0  # bytes
         complete = False

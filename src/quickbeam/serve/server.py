@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
                 idle[key] = self._idle.get(key, now)
         self._idle = idle
         for (connection, _), since in idle.items():
-            if now - since > self.runner.settings.read_timeout:
+            if now - since > self.runner.options.read_timeout:
                 connection.transport.close()  # what it is still being sent comes to its end
 
     async def _drain(self) -> None:
@@ -91,7 +91,7 @@ def run(
     `ready` is called with the server's address. Raises `InvalidInput` for an address that can't be
     used, what `load` raises, and `QuickbeamError` if the engine's thread ends by itself.
     """
-    listener = listen(runner.settings.host, runner.settings.port)
+    listener = listen(runner.options.host, runner.options.port)
     allow_connections()
     server = Server(runner)
     if not asyncio.run(serve(server, listener, lambda: prepare(load), ready)):

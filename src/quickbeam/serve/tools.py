@@ -274,13 +274,13 @@ def tool_use(request: ToolRequest, tokenizer: Any) -> ToolUse:
     )
 
 
-def _argument_schemas(tools: Sequence[Tool], numbers: Sequence[int]) -> dict[str, Grammar]:
+def _argument_schemas(tools: Sequence[Tool], indices: Sequence[int]) -> dict[str, Grammar]:
     """Return the schemas of the tools with these numbers, by their fields and the tools' names.
 
     Raises `Refused` if a strict tool's calls can't be held to all of its schema.
     """
     schemas = dict[str, Grammar]()
-    for i in numbers:
+    for i in indices:
         function = tools[i].function
         field = f"tools[{i}].function.parameters"
         schema = arguments_grammar(tools[i])

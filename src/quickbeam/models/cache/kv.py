@@ -109,7 +109,8 @@ class Pool(ABC):
     def most_state_pages(self) -> int:
         """How many pages the states of one sequence may take.
 
-        They are that of its committed tokens, the next one, and two at page boundaries.
+        Its states are the one behind its committed tokens, the next one, and two at page
+        boundaries.
         """
         return self.state_pages * (4 if self.snapshots else 2)
 

@@ -157,7 +157,7 @@ class CompiledStack:
         self.disk: WeightsOnDisk | None = None
         if packed_file is not None and memory is not None:
             self.disk = WeightsOnDisk(packed_file, self._packed, memory)
-            self._place(None, name)
+            self._make_first_program(None, name)
         else:
             self._load(name, packed_file)
 
@@ -169,7 +169,7 @@ class CompiledStack:
         read = None if packed_file is None else packed_file.read(packed.size)
         packed.is_packed = read is not None
         packed.memory = memory_for_weights(packed.size) if read is None else read
-        self._place(packed_file if read is None else None, name)
+        self._make_first_program(packed_file if read is None else None, name)
         if packed_file is None:
             return
         if read is not None:
@@ -181,7 +181,7 @@ class CompiledStack:
             level = logging.INFO if keeps_bits else logging.WARNING
             logger.log(level, "%s; the next load packs them again", error)
 
-    def _place(self, packed_file: PackedFile | None, name: str) -> None:
+    def _make_first_program(self, packed_file: PackedFile | None, name: str) -> None:
         """Make the first program, for which the weights are packed unless they are already."""
         self._head: Any = self._packed(self.stack.head) if self.stack.head.weights else None
         self.vocab = 0 if self._head is None else self._head.outputs
@@ -245,8 +245,8 @@ class CompiledStack:
         for column in self._hidden_columns(len(stack.layers) + 1):
             c.norm(stack.norm, c.x, hidden, column=column)
         if self._head is not None:
-            c.norm(stack.norm, c.x, c.normed, gather=True)
-            self._project(program, c.normed)
+            c.norm(stack.norm, c.x, c.normalised, gather=True)
+            self._project(program, c.normalised)
         if c.recurrences:  # the pages compute committed states by them
             self._pages.recurrences = (Recurrence * len(c.recurrences))(*c.recurrences)
         return program

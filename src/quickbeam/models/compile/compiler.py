@@ -70,10 +70,10 @@ class RecurrenceSize(NamedTuple):
 class StackCompiler:
     """Adds operations to `program`. `packed(linear)` returns a packed weight.
 
-    Buffers: `x` is the residual stream, `normed` what a layer reads. `second_normed` is
-    what a feed-forward beside attention or a router reads, `result` what a norm reads before it is
-    added. `experts`: of
-    all layers that have some. `recurrences`: of all recurrent layers.
+    Buffers: `x` is the residual stream, `normalised` what a layer reads. `second_normalised` is
+    what a router reads, or a feed-forward that runs in parallel with attention. `result` is what a
+    norm reads before it is added. `experts`: of all layers that have some. `recurrences`: of all
+    recurrent layers.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class StackCompiler:
         self.pages, self.angles = pages, angles
         self.width, self.float32 = width, pages.dtype is torch.float32
         self.x, self.result = self.buffer("x", width, True), self.buffer("result", width, True)
-        self.normed = self.buffer("normed", width)
-        self.second_normed = self.buffer("second normed", width)
+        self.normalised = self.buffer("normalised", width)
+        self.second_normalised = self.buffer("second normalised", width)
         self.experts, self.recurrences = list[library.Experts](), list[Recurrence]()
         self._referenced = list[Any]()  # what structures hold addresses of
         self._state_size = self._input_size = 0  # of all recurrences so far

@@ -1,7 +1,4 @@
-"""Operations of experts, and of what stands beside the residual stream of some models.
-
-The latter are experts beside a dense feed-forward, and per-layer inputs (Gemma 4).
-"""
+"""Operations of experts, alone or beside a dense feed-forward, and of Gemma 4: per-layer inputs."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def add_experts(
 
     `target`: float32, which it overwrites. `router`: what the router reads, the source if None.
     """
-    routing, first = experts.routing, experts.chosen[0]
+    routing, first = experts.routing, experts.candidates[0]
     table = (library.Expert * len(experts.all))()
     for entry, expert in zip(table, experts.all, strict=True):
         up, down = c.packed(expert.up), c.packed(expert.down)
@@ -50,7 +47,7 @@ def add_experts(
         expert=ctypes.addressof(table),
         correction=c.address(None if correction is None else c.parameters(correction)),
         scale=c.address(None if scale is None else c.parameters(scale)),
-        count=len(experts.chosen),
+        count=len(experts.candidates),
         top=routing.top,
         inner=down.inputs,
         shared=shared_inner,
@@ -90,9 +87,9 @@ def add_parallel_experts(c: StackCompiler, parallel: ParallelExperts) -> Buffer:
     """Add experts to the dense feed-forward's result, and return the buffer of the sum."""
     both = c.buffer("both", c.width, True)
     c.norm(parallel.dense_after, c.result, both)
-    c.norm(parallel.before, c.x, c.normed)
-    c.norm(parallel.router, c.x, c.second_normed)
-    add_experts(c, parallel.experts, c.normed, c.result, c.second_normed)
+    c.norm(parallel.before, c.x, c.normalised)
+    c.norm(parallel.router, c.x, c.second_normalised)
+    add_experts(c, parallel.experts, c.normalised, c.result, c.second_normalised)
     c.norm(parallel.after, c.result, both, add=1.0)
     return both
 
@@ -109,8 +106,8 @@ def add_per_layer_inputs(c: StackCompiler, per_layer: PerLayerInputs, table: Wei
     inputs = _inputs_of_all_layers(c, per_layer)
     projected = c.buffer("projected inputs", inputs.width, True)
     c.program.embed(table, inputs, scale=per_layer.scale * per_layer.mixed)
-    c.program.copy(c.x, c.normed)
-    c.product(per_layer.projection, c.normed, projected, scaling=per_layer.factor)
+    c.program.copy(c.x, c.normalised)
+    c.product(per_layer.projection, c.normalised, projected, scaling=per_layer.factor)
     width = per_layer.width
     for column in range(0, inputs.width, width):
         c.norm(
@@ -129,8 +126,8 @@ def add_per_layer_input(c: StackCompiler, layer_input: PerLayerInput, i: int) ->
     assert c.stack.per_layer is not None
     width = c.stack.per_layer.width
     gate, gated = c.buffer("gate", width, True), c.buffer("gated", width)
-    c.program.copy(c.x, c.normed)
-    c.product(layer_input.gate, c.normed, gate)
+    c.program.copy(c.x, c.normalised)
+    c.product(layer_input.gate, c.normalised, gate)
     c.program.gate(
         _inputs_of_all_layers(c, c.stack.per_layer),
         gate,

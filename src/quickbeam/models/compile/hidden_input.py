@@ -11,15 +11,15 @@ from quickbeam.models.stack import Fusion, HiddenInput
 def add_fusion(c: StackCompiler, fusion: Fusion, states: Buffer, target: Buffer) -> None:
     """Add what makes a vector in the float32 `target` of hidden states side by side."""
     if fusion.norms:
-        normed = c.buffer("normed states", states.width)
+        normalised = c.buffer("normalised states", states.width)
         for i, norm in enumerate(fusion.norms):
             first = i * fusion.width
-            c.norm(norm, states, normed, width=fusion.width, source_column=first, column=first)
-        states = normed
+            c.norm(norm, states, normalised, width=fusion.width, source_column=first, column=first)
+        states = normalised
     if fusion.norm is not None:
-        normed = c.buffer("normed together", states.width)
-        c.norm(fusion.norm, states, normed)
-        states = normed
+        normalised = c.buffer("normalised together", states.width)
+        c.norm(fusion.norm, states, normalised)
+        states = normalised
     if fusion.after is None:
         c.product(fusion.linear, states, target)
     else:

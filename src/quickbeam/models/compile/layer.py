@@ -33,10 +33,10 @@ def _mix(c: StackCompiler, layer: Layer, i: int, source: Buffer | None) -> None:
     if attention is None and recurrent is None:
         return
     if source is None:
-        source = c.normed
+        source = c.normalised
         c.norm(layer.attention_before, c.x, source)
     if layer.parallel and layer.feed_forward_before is not None:
-        c.norm(layer.feed_forward_before, c.x, c.second_normed)
+        c.norm(layer.feed_forward_before, c.x, c.second_normalised)
     if attention is not None:
         conv = None if layer.convs is None else layer.convs[0]
         attended = _attend(c, attention, i, c.convolved(conv, source))
@@ -197,10 +197,10 @@ def _add_up_projection(
     Returns the buffer `name` of the results, and the column where the vector ends.
     """
     packed = c.packed(up)
-    normed = c.buffer(f"latent {name}", packed.inputs)
+    latent = c.buffer(f"latent {name}", packed.inputs)
     target = c.buffer(name, packed.outputs, True)
-    c.norm(norm, down, normed, width=packed.inputs, source_column=column)
-    c.product(up, normed, target)
+    c.norm(norm, down, latent, width=packed.inputs, source_column=column)
+    c.product(up, latent, target)
     return target, column + packed.inputs
 
 
@@ -210,11 +210,11 @@ def _feed(c: StackCompiler, layer: Layer) -> None:
     after, factor = layer.feed_forward_after, layer.residual
     if feed_forward is None:
         return
-    source = c.normed
+    source = c.normalised
     if not layer.parallel:
-        c.norm(layer.feed_forward_before, c.x, c.normed)
+        c.norm(layer.feed_forward_before, c.x, c.normalised)
     elif layer.feed_forward_before is not None:
-        source = c.second_normed
+        source = c.second_normalised
     if isinstance(feed_forward, Experts):
         add_experts(c, feed_forward, source, c.result)
         if after is None:

@@ -6,7 +6,8 @@ answer is the same with drafts and without, alone and in a batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -34,32 +35,43 @@ from quickbeam.models.stack import Stack
 from quickbeam.models.weights.packed_file import PackedFile
 from quickbeam.models.weights.parameters import Parameters, linears
 
+logger = logging.getLogger(__name__)
+
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-def no_kernels_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Say why there are no native kernels for a dtype on a device; empty where there are.
+def kernels_on(
+    device: torch.device,
+    dtype: torch.dtype | None,
+    progress: Callable[[str], None] = logger.info,
+) -> Kernels | None:
+    """Return the native kernels where a model may need them: to run, or to read its weights.
 
-    Raises `InvalidInput` where the environment asks for kernels that can't be had.
+    `dtype`: None stands for the checkpoint's own. `progress`: as of `library.kernels`. Raises
+    `InvalidInput` where the environment asks for kernels that can't be had.
     """
+    if dtype is torch.float16 or (dtype is torch.float32 and device.type != "cpu"):
+        return None
+    return library.kernels(progress)
+
+
+def no_kernels_for(kernels: Kernels | None, device: torch.device, dtype: torch.dtype) -> str:
+    """Say why `kernels` can't run a dtype on a device; empty where they can."""
     if device.type != "cpu" or dtype not in DTYPES:
         return f"{str(dtype).removeprefix('torch.')} on {device.type}"
-    if library.kernels() is None:
+    if kernels is None:
         return library.describe().removeprefix("PyTorch's (").removesuffix(")")
     return ""
 
 
 def kernels_for(
-    parameters: Parameters, stack: Stack, device: torch.device
+    kernels: Kernels | None, parameters: Parameters, stack: Stack, device: torch.device
 ) -> tuple[Kernels | None, str]:
-    """Return the native kernels if they can run a model; else None and the reason.
-
-    Raises as `no_kernels_for` does.
-    """
-    reason = no_kernels_for(device, parameters.dtype)
+    """Return `kernels` if they can run a model; else None and the reason."""
+    reason = no_kernels_for(kernels, device, parameters.dtype)
     if not reason and parameters.dtype is torch.bfloat16:
         reason = _odd_inputs(parameters, stack)
-    return (None if reason else library.kernels()), reason
+    return (None if reason else kernels), reason
 
 
 def _odd_inputs(parameters: Parameters, stack: Stack) -> str:

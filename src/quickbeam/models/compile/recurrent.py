@@ -17,7 +17,7 @@ def add_recurrent(c: StackCompiler, layer: Recurrent) -> Buffer:
     """Add a recurrent layer up to its last product, and return what that reads."""
     source = c.buffer("qkv", c.packed(layer.into).outputs, True)
     target = c.buffer("recurred", c.packed(layer.out).inputs)
-    c.product(layer.into, c.normed, source)
+    c.product(layer.into, c.normalised, source)
     if isinstance(layer, ShortConv):
         _add_short_conv(c, layer, source, target)
     else:

@@ -182,7 +182,7 @@ def _refuse_odd_sizes(stack: Stack) -> None:
             fits = heads % key_heads == heads % recurrent.groups == 0
             _must(fits, f"{heads} heads in {key_heads} groups")
     for mixture in experts(stack):
-        routing, count = mixture.routing, len(mixture.chosen)
+        routing, count = mixture.routing, len(mixture.candidates)
         size, remainder = divmod(count, routing.groups)
         selectable = routing.top_groups * size
         fits = (
@@ -245,8 +245,8 @@ def _refuse_changed(model: PreTrainedModel, stack: Stack) -> None:
     for linear, _ in linears(stack):
         for tensor in linear.weights:
             layer_class = type(model.get_submodule(tensor.name.rpartition(".")[0]))
-            usual = layer_class in (nn.Linear, Conv1D)
-            if not usual and layer_class.__module__ != model_class.__module__:
+            is_plain = layer_class in (nn.Linear, Conv1D)
+            if not is_plain and layer_class.__module__ != model_class.__module__:
                 raise NotDescribed(f"{tensor.name} is of a {layer_class.__name__}")
     embedding = type(model.get_input_embeddings())
     if not embedding.__module__.startswith(("torch.nn.", "transformers.")):

@@ -48,7 +48,7 @@ def granite_hybrid(config: Config) -> Stack:
 
     def mixer(i: int) -> Attention | LinearAttention:
         if config.layer_types[i] == "linear_attention":
-            return _usual_mamba2(config, i, normed=True)
+            return _usual_mamba2(config, i, has_norm=True)
         scaling = config.attention_multiplier
         return attention(config, i, config.attention_bias, rotary=rotary, scaling=scaling)
 
@@ -70,7 +70,7 @@ def bamba(config: Config) -> Stack:
     def mixer(i: int) -> Attention | LinearAttention:
         if i in (config.get("attn_layer_indices") or ()):
             return attention(config, i, config.attention_bias)
-        return _usual_mamba2(config, i, normed=True)
+        return _usual_mamba2(config, i, has_norm=True)
 
     def layer(i: int) -> Layer:
         feed_forward = gated(config, i, config.mlp_bias, name="feed_forward")
@@ -95,7 +95,7 @@ def falcon_h1(config: Config) -> Stack:
     def mamba(i: int) -> LinearAttention:
         prefix = f"model.layers.{i}.mamba"
         return replace(
-            _usual_mamba2(config, i, normed=config.mamba_rms_norm),
+            _usual_mamba2(config, i, has_norm=config.mamba_rms_norm),
             out=linear(f"{prefix}.out_proj", bias=bool(config.projectors_bias)),
             norm_last=not config.mamba_norm_before_gate,
             gate_scale=factors[0],
@@ -169,7 +169,7 @@ def nemotron_h(config: Config) -> Stack:
     return decoder(config, layer, norm("model.norm_f"), embedding="model.embeddings.weight")
 
 
-def _usual_mamba2(config: Config, i: int, normed: bool) -> LinearAttention:
+def _usual_mamba2(config: Config, i: int, has_norm: bool) -> LinearAttention:
     """Return Mamba-2 of layer `i`, by the names that most configurations have."""
     config.ignore("mamba_expand mamba_chunk_size")  # sizes follow; kernels
     config.must("hidden_act", "silu", "swish")
@@ -184,7 +184,7 @@ def _usual_mamba2(config: Config, i: int, normed: bool) -> LinearAttention:
         taps=config.mamba_d_conv,
         bias=bool(config.mamba_proj_bias),
         conv_bias=config.mamba_conv_bias,
-        norm=rms_norms(config.rms_norm_eps)(f"{prefix}.norm") if normed else None,
+        norm=rms_norms(config.rms_norm_eps)(f"{prefix}.norm") if has_norm else None,
         least=least,
         most=most,
     )

@@ -152,8 +152,9 @@ class Config:
     def ignore(self, names: str = "", **only: Any) -> None:
         """Accept attributes that change nothing in the family's models.
 
-        `names`: separated by spaces. These attributes follow from others, or transformers' code for
-        the family doesn't read them. `only`: attributes that are accepted with this value alone.
+        `names`: separated by spaces. Attributes of these names follow from others, or transformers'
+        code for the family doesn't read them. `only`: attributes that are accepted with this value
+        alone.
         """
         equal = [name for name, value in only.items() if getattr(self._config, name, None) == value]
         other_names = self._config.attribute_map
@@ -297,7 +298,7 @@ def attention(
     config.ignore("layer_types sliding_window")  # what the window follows from, if at all
     if "window" not in changes:
         changes["window"] = window_of(config, i)
-    usual = Attention(
+    plain = Attention(
         qkv=stacked(prefix, "q_proj", "k_proj", "v_proj", bias=bias),
         out=linear(f"{prefix}.o_proj", bias=bias if out_bias is None else out_bias),
         heads=config.num_attention_heads,
@@ -307,7 +308,7 @@ def attention(
         rotary=rotary,
         rotary_dim=rotary_dim_of(config, head_dim, rotary.kind) if rotary else 0,
     )
-    return replace(usual, **changes)
+    return replace(plain, **changes)
 
 
 def head_norms(
@@ -376,8 +377,8 @@ def experts(
 ) -> Experts:
     """Return the experts of layer `i`, whose weights are stacked.
 
-    They are `[count, 2 * inner, d]`, gates first, and `[count, d, inner]`. `name`: the module that
-    they are in, empty for the layer itself. `act`: as of `gated`.
+    The weights are `[count, 2 * inner, d]`, gates first, and `[count, d, inner]`. `name`: the
+    module that holds them, empty for the layer itself. `act`: as of `gated`.
     """
     check_count(count, "experts")
     prefix = f"model.layers.{i}.{name}.experts" if name else f"model.layers.{i}.experts"
@@ -413,7 +414,7 @@ def layer_of(
     def norm_of(name: str | None) -> Norm | None:
         return make(f"{inside}.{i}.{name}") if name else None
 
-    usual = Layer(
+    plain = Layer(
         attention=mixer if isinstance(mixer, Attention) else None,
         feed_forward=feed_forward,
         attention_before=norm_of(names.attention_before),
@@ -422,7 +423,7 @@ def layer_of(
         feed_forward_after=norm_of(names.feed_forward_after),
         recurrent=mixer if isinstance(mixer, Recurrent) else None,
     )
-    return replace(usual, **changes)
+    return replace(plain, **changes)
 
 
 def decoder(
@@ -432,11 +433,11 @@ def decoder(
 
     `layer`: makes a layer of its number. `norm`: the last one; an RMS norm where it is None.
     """
-    usual = Stack(
+    plain = Stack(
         embedding="model.embed_tokens.weight",
         inside="model.layers",
         layers=tuple(layer(i) for i in range(config.num_hidden_layers)),
         norm=norm or rms_norms(config.rms_norm_eps)("model.norm"),
         head=linear("lm_head"),
     )
-    return replace(usual, **changes)
+    return replace(plain, **changes)

@@ -33,7 +33,7 @@ from quickbeam.models.native.choice import KernelRequest
 logger = logging.getLogger(__name__)
 
 VERSION = 25
-EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR = range(9)
+EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, SELECTED, EXPERTS, RECUR = range(9)
 GATE, LATENT, REORDER, CONVOLVE = range(9, 13)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
@@ -167,8 +167,8 @@ class Nodes(Structure):
     """The structure `Nodes` of recurrent.h."""
 
     _fields_ = (
-        *_fields(c_void_p, "state next border inputs parent"),
-        *_fields(c_int64, "border_node base nodes"),
+        *_fields(c_void_p, "state next boundary inputs parent"),
+        *_fields(c_int64, "boundary_node base nodes"),
     )
 
 

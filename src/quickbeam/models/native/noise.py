@@ -86,16 +86,16 @@ class NativeNoise(Noise):
             tokens = as_contiguous(tokens, torch.int64)
             token_address = tokens.data_ptr()
         address, size = rows.data_ptr(), rows.shape[1]
-        for position, low, floor in noise_positions:
+        for position, low, least in noise_positions:
             count = self._kernels.perturb(
                 address,
                 size,
                 token_address,
                 self._row(position),
                 low,
-                floor,
+                least,
                 temperature,
-                max(CUT, floor / 4),
+                max(CUT, least / 4),
                 most,
                 columns,
                 probs,

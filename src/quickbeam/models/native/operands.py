@@ -95,12 +95,12 @@ class RowList:
             self._paths,
             self.wanted,
         ]
-        self._numbers = array("q", list(chain.from_iterable(lists)))
-        address, _ = self._numbers.buffer_info()
+        self._elements = array("q", list(chain.from_iterable(lists)))
+        address, _ = self._elements.buffer_info()
         addresses = list[int]()
-        for numbers in lists:
+        for values in lists:
             addresses.append(address)
-            address += self._numbers.itemsize * len(numbers)
+            address += self._elements.itemsize * len(values)
         self._span_table = (library.Span * len(self._spans))(*self._spans)
         return library.Batch(
             len(self.tokens),

@@ -49,8 +49,8 @@ class PagePool(Pool):
         self.dtype = dtype
         self.shapes = [KVShape(*shape) for shape in shapes]
         self.kernels, self.page = kernels, kernels.page
-        ends = accumulate(shape.elements * self.page for shape in self.shapes)
-        *self.offsets, self._page_elements = [0, *ends]
+        offsets = accumulate(shape.elements * self.page for shape in self.shapes)
+        *self.offsets, self._page_elements = [0, *offsets]
         self.page_bytes = dtype.itemsize * self._page_elements
         self.layers = np.array(
             [(*shape, offset) for shape, offset in zip(self.shapes, self.offsets, strict=True)],
@@ -236,10 +236,10 @@ class NativeStates(SequenceStates):
         nodes = self._nodes
         nodes.state = state.data_ptr()
         nodes.next = self._next.data.data_ptr() if chain else None
-        nodes.border = None
+        nodes.boundary = None
         if before_boundary and self._boundary is not None:
-            nodes.border = self._boundary.data.data_ptr()
-        nodes.border_node = before_boundary - 1
+            nodes.boundary = self._boundary.data.data_ptr()
+        nodes.boundary_node = before_boundary - 1
         nodes.inputs = inputs
         nodes.parent = parents
         nodes.base = base
@@ -265,7 +265,7 @@ class NativeStates(SequenceStates):
         if not commits_all and not nodes.inputs:
             raise ValueError(f"the pass ran {nodes.nodes} tokens of a text: commit all of them")
         assert self._next is not None
-        if not commits_all or (before_boundary and not nodes.border):
+        if not commits_all or (before_boundary and not nodes.boundary):
             state = nodes.state
             if before_boundary:
                 assert self._boundary is not None

@@ -24,7 +24,7 @@
 
 namespace qb {
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT, REORDER, CONVOLVE };
+enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, SELECTED, EXPERTS, RECUR, GATE, LATENT, REORDER, CONVOLVE };
 enum Epilogue : int32_t { STORE, ADD, GATED, ACTIVATE, BEST };
 
 // One operation. Buffers are numbers into the caller's table, -1 for none. Strides, offsets and sizes are in numbers, not bytes.
@@ -42,7 +42,7 @@ struct Op {
   const float* sinks;
   float epsilon, scaling, softcap;          // scaling: of products, embeddings, copies, attention's scores, what is added
   int32_t key, value;                       // buffers of EXPERTS and LATENT; key: of GATE
-  int32_t format;                           // of the weight of LINEAR, CHOSEN, EMBED and EXPERTS (but what comes last)
+  int32_t format;                           // of the weight of LINEAR, SELECTED, EMBED and EXPERTS (but what comes last)
   int64_t key_stride, key_head, value_stride, value_head;  // of LATENT and GATE: numbers between rows, and the first column
   int64_t norm_stride;                      // numbers between the norms of two heads
   int64_t rotary, angles;                   // of HEADS: how many dimensions turn, and where their angles begin in the table's rows
@@ -62,7 +62,7 @@ struct Op {
 struct Call {
   Batch batch;
   void* const* buffer;
-  const int64_t* block;  // CHOSEN: which blocks of 16 outputs, in the order of the results
+  const int64_t* block;  // SELECTED: which blocks of 16 outputs, in the order of the results
   int64_t blocks;
 };
 
@@ -92,7 +92,7 @@ class Worker {
         case EMBED: embed(op); break;
         case NORM: norm(op); break;
         case LINEAR: linear(op); break;
-        case CHOSEN: chosen(op); break;
+        case SELECTED: selected(op); break;
         case HEADS: heads(op); break;
         case ATTEND: attend(op); break;
         case COPY: copy(op); break;
@@ -374,8 +374,8 @@ class Worker {
     }
   }
 
-  // A product with chosen blocks of the weight; results side by side in the order they are named.
-  void chosen(const Op& op) {
+  // A product with selected blocks of the weight; results side by side in the order they are named.
+  void selected(const Op& op) {
     const int64_t n = rows(op);
     int64_t shift = 0;  // from a block's number to its place in the results
     const int64_t* block = call_.block;

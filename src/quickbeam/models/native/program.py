@@ -264,7 +264,7 @@ class Program:
         """
         if packed.input_order is not None:
             source = self._reordered(packed.input_order, source)
-        self._product(library.CHOSEN, packed, source, target)
+        self._product(library.SELECTED, packed, source, target)
 
     def _product(
         self, kind: int, packed: Packed, source: Buffer, target: Buffer, **fields: Any

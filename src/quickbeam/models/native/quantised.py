@@ -39,7 +39,7 @@ class BlockRows:
 
     @property
     def shape(self) -> list[int]:
-        """That of the weight, `[..., rows, inputs]`."""
+        """The shape of the weight, `[..., rows, inputs]`."""
         block_format = FORMATS[self.name]
         *outer, row_bytes = self.data.shape
         return [*outer, row_bytes // block_format.bytes * block_format.inputs]

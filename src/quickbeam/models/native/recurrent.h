@@ -38,10 +38,10 @@ struct Recurrence {
 struct Nodes {  // those of one sequence in a pass
   const float* state;     // behind the committed tokens
   float* next;            // behind the last node, where the nodes are a chain; else null
-  float* border;          // behind node `border_node` of a chain; null for none
+  float* boundary;          // behind node `boundary_node` of a chain; null for none
   float* inputs;          // [nodes][inputs]; null where nothing but the whole chain is going to be committed
   const int64_t* parent;  // [nodes], -1: the committed tokens; null for a chain
-  int64_t border_node, base, nodes;  // base: how many of them earlier passes have run
+  int64_t boundary_node, base, nodes;  // base: how many of them earlier passes have run
   int64_t above(int64_t node) const { return node < 0 ? node - 1 : parent ? parent[node] : node - 1; }  // -1, -2, ...: committed tokens
 };
 
@@ -92,7 +92,7 @@ void convolve(const Recurrence& of, const Batch& batch, const float* source, int
         put(span.row + node - nodes.base, c, n, y);
       }
     }
-    if (nodes.border) keep(nodes.border, nodes.border_node);
+    if (nodes.boundary) keep(nodes.boundary, nodes.boundary_node);
     if (nodes.next) keep(nodes.next, nodes.nodes - 1);
   }
 }
@@ -359,7 +359,7 @@ inline void run_part(const Recurrence& of, int64_t unit, int64_t units, const No
         const float* kept = here ? here + of.kept : nodes.inputs + i * of.inputs + of.input;
         unit_step(of, unit + u, (i > node ? to : from) + u * size, to + u * size, kept, here);
       }
-  if (nodes.border && end - 1 == nodes.border_node) std::memcpy(nodes.border + at, to, size_t(units * size) * 4);
+  if (nodes.boundary && end - 1 == nodes.boundary_node) std::memcpy(nodes.boundary + at, to, size_t(units * size) * 4);
 }
 
 // Units [first, last) over a chain: those of a key head over some tokens, whose keys stay in the cache meanwhile, before the next tokens.
@@ -370,7 +370,7 @@ inline void run_chain(const Recurrence& of, int64_t first, int64_t last, const N
     high = std::min(last, (low / together + 1) * together);
     for (int64_t node = 0, end; node < nodes.nodes; node = end) {
       end = node < nodes.base ? nodes.base : std::min(nodes.nodes, node + SOME);
-      if (nodes.border && node <= nodes.border_node) end = std::min(end, nodes.border_node + 1);
+      if (nodes.boundary && node <= nodes.boundary_node) end = std::min(end, nodes.boundary_node + 1);
       for (int64_t unit = low, units; unit < high; unit += units) {
         units = unit % width + 1 < width && unit + 1 < high ? 2 : 1;
         run_part(of, unit, units, nodes, node, end, rows, stride);

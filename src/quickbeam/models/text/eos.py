@@ -2,8 +2,8 @@
 
 Many files name a single token, or the wrong one: a chat model's configuration may lack the token
 that ends a document, a base model's the one that ends a message. The known texts are those at which
-llama.cpp ends an answer (`llama-vocab.cpp`). They hold for every model, so the same model ends at
-the same tokens from a folder and from a `.gguf` file.
+llama.cpp ends an answer (`llama-vocab.cpp`). They end the answers of every model, so a model ends
+at the same tokens from a folder and from a `.gguf` file.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def chat_ids(
 
 def is_list(value: Any) -> bool:
     """Whether a value is a list or an array of prompts or messages, and not one of them."""
-    listed = hasattr(value, "__len__") and hasattr(value, "__getitem__")
-    return listed and not isinstance(value, str | bytes | Mapping)
+    is_list = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return is_list and not isinstance(value, str | bytes | Mapping)
 
 
 def is_single_prompt(prompts: Any) -> bool:

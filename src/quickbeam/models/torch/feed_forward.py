@@ -165,9 +165,9 @@ class ExpertsLayer(nn.Module):
         super().__init__()
         self.router = Router(experts.routing, reader)
         # all experts have one activation and one factor
-        self.first_expert = experts.chosen[0]
-        self.up = GroupedProduct([expert.up for expert in experts.chosen], reader)
-        self.down = GroupedProduct([expert.down for expert in experts.chosen], reader)
+        self.first_expert = experts.candidates[0]
+        self.up = GroupedProduct([expert.up for expert in experts.candidates], reader)
+        self.down = GroupedProduct([expert.down for expert in experts.candidates], reader)
         self.shared = self.shared_gate = None
         if experts.shared is not None:
             self.shared = FeedForwardLayer(experts.shared, reader)

@@ -25,7 +25,7 @@ from quickbeam.hub.mtp import is_mtp
 from quickbeam.models.families import FAMILIES, stack_of
 from quickbeam.models.families.nearest import undescribed
 from quickbeam.models.families.reading import ATTRIBUTES, PAGE, NotDescribed, check_count
-from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight
 from quickbeam.models.rotary import limit_context
 from quickbeam.models.stack import Stack
@@ -239,11 +239,13 @@ class Checkpoint(Parameters):
 
     Names are those of the causal LM, also where the checkpoint holds the model without its head.
     `config`: the folder's configuration. `dtype`: the format that parameters are read in; None: the
-    one that the configuration names. `widened`: weights in few bits are widened, as they are
-    without native kernels. `stack`: the model's architecture.
+    one that the configuration names. `kernels`: read weights in few bits; without them these are
+    widened. `stack`: the model's architecture.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype | None, widened: bool = False) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype | None, kernels: Kernels | None = None
+    ) -> None:
         """Find the source of each parameter of the stack.
 
         Raises `NotDescribed` for what no family describes, or is stored otherwise than the family
@@ -252,6 +254,7 @@ class Checkpoint(Parameters):
         refuse_undescribed(folder)
         self.path, self.config = folder, read_config(folder)
         self._method = method_of(self.config)
+        self._kernels = kernels
         self._files = TensorFiles(folder)
         if dtype is None:
             dtype = self._named_dtype()
@@ -261,12 +264,12 @@ class Checkpoint(Parameters):
         # the last rows that were read of tensors in few bits, by name, first and last
         self._recent = dict[tuple[str, int, int], Any]()
         self._in_blocks = set[str]()  # weights whose blocks, if any, stay blocks
-        if dtype is torch.bfloat16 and not widened and library.kernels() is not None:
+        if dtype is torch.bfloat16 and kernels is not None:
             for linear, _ in linears(self.stack):
                 self._in_blocks |= {rows.name for rows in linear.weights}
         self._sources = self._find_sources(self.stack)
         # parameters that keep every bit
-        self._exact: set[str | None] = {of.routing.correction for of in experts(self.stack)}
+        self._exact: set[str | None] = {layer.routing.correction for layer in experts(self.stack)}
         if self.quantised:  # most often in half precision
             self._exact |= {name for name in self._sources if len(self.shape(name)) == 1}
         check_shapes(self.stack, self.shape, expected(self.stack, self.config))
@@ -416,7 +419,7 @@ class Checkpoint(Parameters):
         _, _, last = name.rpartition(".")
         if self._method is not None and last in UNREAD:
             return True
-        return name.endswith(".bias") and not self._files.whole(tensor).float().any()
+        return name.endswith(".bias") and not self._files.tensor(tensor).float().any()
 
     def mapped(self, name: str) -> Any:
         """Return a parameter whose rows are read from its file as they are needed.
@@ -439,8 +442,8 @@ class Checkpoint(Parameters):
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
         """Return rows `first` to `last` (excluded) of a parameter.
 
-        They have the bits that loading the model gives: corrections of routers keep every bit, and
-        so do norms and biases beside weights in few bits. Weights in few bits stay in blocks
+        The rows have the bits that loading the model gives: corrections of routers keep every bit,
+        and so do norms and biases beside weights in few bits. Weights in few bits stay in blocks
         (`BlockRows`; of MXFP4, rows are those of the transposed matrices) where the other
         parameters are bfloat16. Raises `QuickbeamError` naming the file where it can't be read.
         """
@@ -462,9 +465,9 @@ class Checkpoint(Parameters):
             if len(self._recent) > 1:
                 del self._recent[next(iter(self._recent))]
             source = self._sources[name]
-            rows = source.rows(self._files, first, last)
+            rows = source.rows(self._files, first, last, self._kernels)
             if name not in self._in_blocks or isinstance(rows, torch.Tensor):
-                rows = dense(rows, source).to(self.dtype)
+                rows = dense(rows, source, self._kernels).to(self.dtype)
             self._recent[key] = rows
         return self._recent[key]
 

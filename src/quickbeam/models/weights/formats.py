@@ -6,6 +6,7 @@ import torch
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT4, INT8
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -51,7 +52,7 @@ def check_weights(name: str) -> str:
 def refuse_place(name: str, device: torch.device, dtype: torch.dtype | None) -> None:
     """Raise `InvalidInput` if a device or a number format can't have quantised weights.
 
-    They need the CPU and bfloat16. `dtype` None stands for the default.
+    Quantised weights need the CPU and bfloat16. `dtype` None stands for the default.
     """
     if name == BFLOAT16:
         return
@@ -68,10 +69,11 @@ def refuse_place(name: str, device: torch.device, dtype: torch.dtype | None) -> 
         )
 
 
-def refuse_memory(device: torch.device, dtype: torch.dtype | None) -> None:
+def refuse_memory(device: torch.device, dtype: torch.dtype | None, kernels: Kernels | None) -> None:
     """Raise `InvalidInput` if no model's weights could be streamed under these settings.
 
-    They can on CUDA. A CPU needs the native kernels for it, and a `dtype` that they run (or none).
+    CUDA can stream weights. A CPU needs `kernels` to, and a `dtype` that the kernels run (or
+    none).
     """
     if device.type == "cuda":
         return
@@ -85,7 +87,7 @@ def refuse_memory(device: torch.device, dtype: torch.dtype | None) -> None:
             "memory goes with bfloat16 or float32, not "
             f"{str(dtype).removeprefix('torch.')}: leave dtype out, or memory"
         )
-    if library.kernels() is None:
+    if kernels is None:
         raise InvalidInput(
             f"memory needs the native kernels, and {library.describe()} are used "
             "here; leave memory out"

@@ -93,7 +93,7 @@ class PackedFile:
     def read(self, size: int) -> torch.Tensor | None:
         """Return the weights, `[size]` uint8; None if there is no file with that many bytes.
 
-        They are mapped where that is as fast to use (`memory.map_file`), else read.
+        The weights are mapped where that is as fast to use (`memory.map_file`), else read.
         """
         if self.path is None or not self.is_complete(size):
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -42,8 +43,10 @@ class PackedWeights:
     def __init__(self, parameters: Parameters, stack: Stack, kernels: Kernels, name: str) -> None:
         self._parameters, self._stack = parameters, stack
         self.is_packed = False
-        self.size, self.block_formats = 0, set[str]()
-        self._packer, head_packer = Packer(kernels, name), Packer(kernels, head_format(name))
+        self.size = 0
+        self.block_formats = set[str]()
+        self._packer = Packer(kernels, name)
+        head_packer = Packer(kernels, head_format(name))
         self._ranges = dict[int, PackedRange]()  # by `id` of the `Linear`
         self._packed = dict[int, Any]()  # by `id` of the `Linear`
         for linear, gated in linears(stack):
@@ -52,9 +55,9 @@ class PackedWeights:
             end = self.size + packer.size(weights, gated)
             self._ranges[id(linear)] = PackedRange(linear, gated, packer, self.size, end)
             self.size = end
-            self.block_formats |= {
-                weight.name for weight in weights if isinstance(weight, BlockRows)
-            }
+            for weight in weights:
+                if isinstance(weight, BlockRows):
+                    self.block_formats.add(weight.name)
 
     def __call__(self, linear: Linear) -> Any:
         if id(linear) not in self._packed:
@@ -63,22 +66,24 @@ class PackedWeights:
 
     def _pack(self, packed_range: PackedRange) -> Any:
         """Return a weight whose bytes are in `memory`, where they are written if need be."""
-        linear, packer = packed_range.linear, packed_range.packer
+        packer = packed_range.packer
         if not self.is_packed:
             begin = packed_range.first
             for weights, gated in self._parts(packed_range):
                 end = begin + packer.size(weights, gated)
                 packer.pack(weights, None, gated, self.memory[begin:end])
                 begin = end
-        memory = self.memory[packed_range.first : packed_range.last]
-        return packer.pack(
-            self._without_memory(linear), self._bias(linear), packed_range.gated, memory
-        )
+        return self._packed_in(packed_range, self.memory[packed_range.first : packed_range.last])
 
     def head(self, memory: torch.Tensor) -> Any:
         """Return the packed head, whose bytes are in `memory`."""
-        linear, packer = self.head_range.linear, self.head_range.packer
-        return packer.pack(self._without_memory(linear), self._bias(linear), False, memory)
+        return self._packed_in(self.head_range, memory)
+
+    def _packed_in(self, packed_range: PackedRange, memory: torch.Tensor) -> Any:
+        """Return a packed weight, whose bytes are in `memory`."""
+        linear = packed_range.linear
+        weights, bias = self._without_memory(linear), self._bias(linear)
+        return packed_range.packer.pack(weights, bias, packed_range.gated, memory)
 
     @property
     def head_range(self) -> PackedRange:
@@ -100,24 +105,23 @@ class PackedWeights:
             sizes.append(2 * size // self._block_count(packed_range))
         for layer_experts in experts(self._stack):
             for expert in (layer_experts.all[0], layer_experts.all[-1]):
-                up, down = self._without_memory(expert.up), self._without_memory(expert.down)
-                sizes.append(self._packer.size(up, expert.gated) + self._packer.size(down))
+                up_size = self._packer.size(self._without_memory(expert.up), expert.gated)
+                down_size = self._packer.size(self._without_memory(expert.down))
+                sizes.append(up_size + down_size)
         return max(sizes)
 
     @property
     def resident_size(self) -> int:
         """Bytes of all that always stays in memory: norms, biases, routers, positions."""
-        packed = {
-            rows.name
-            for packed_range in self._ranges.values()
-            for rows in packed_range.linear.weights
-        }
+        packed = set[str]()
+        for packed_range in self._ranges.values():
+            packed.update(rows.name for rows in packed_range.linear.weights)
         # of the embeddings' tables a pass reads single rows
         tables = {self._stack.embedding}
         if self._stack.per_layer is not None:
             tables.add(self._stack.per_layer.table)
         resident = names(self._stack) - packed - tables
-        elements = sum(torch.Size(self._parameters.shape(name)).numel() for name in resident)
+        elements = sum(math.prod(self._parameters.shape(name)) for name in resident)
         return elements * self._parameters.dtype.itemsize
 
     def _block_count(self, packed_range: PackedRange) -> int:

@@ -45,7 +45,7 @@ BLOCK = 128, 128  # outputs and inputs of FP8 that share a scale, where no confi
 
 
 # how the names end of what stands beside weights in few bits
-BESIDE = (
+COMPANIONS = (
     *(f".{part}" for part in KINDS if part != "weight"),
     *(".biases", ".absmax", ".quant_map"),
 )
@@ -94,7 +94,7 @@ def refuse_mlx(fields: Mapping[str, Any]) -> None:
 
 def refuse_unnamed(name: str) -> None:
     """Raise `InvalidInput` for a tensor beside weights in few bits, where no method is named."""
-    if name.endswith(BESIDE):
+    if name.endswith(COMPANIONS):
         raise InvalidInput(
             f"its files hold {name}, as quantised weights have it, and its config.json has no "
             "quantization_config: download config.json again, or take the unquantised weights"
@@ -102,44 +102,58 @@ def refuse_unnamed(name: str) -> None:
 
 
 def _method(config: Mapping[str, Any]) -> QuantMethod:
-    kind, odd = str(config.get("quant_method") or "a method that it doesn't name"), list[str]()
-    versions = [config.get(one) for one in ("checkpoint_format", "version", "fmt")]
-    layout = str(next(filter(None, versions), "")).lower()
+    kind = str(config.get("quant_method") or "a method that it doesn't name")
+    version = config.get("checkpoint_format") or config.get("version") or config.get("fmt")
+    layout = str(version or "").lower()
     if kind == AWQ and layout in ("", "gemm"):
         return QuantMethod(AWQ)
     if kind == GPTQ and layout in ("", "gptq", "gptq_v2"):
         return QuantMethod(GPTQ, layout != "gptq_v2")
     if kind == FP8 and layout in ("", "e4m3", "float8_e4m3fn"):
         return QuantMethod(FP8, block=_block(config.get("weight_block_size")))
-    if kind == COMPRESSED and not (odd := _odd(config)):
-        weights = [one.get("weights") or {} for one in _groups(config)]
-        blocks = {_block(one.get("block_structure")) for one in weights}
-        return QuantMethod(COMPRESSED, block=blocks.pop() if len(blocks) == 1 else BLOCK)
-    what = " ".join([kind, *(f"({one})" for one in odd or [layout] if one)])
+    details = [layout] if layout else []
+    if kind == COMPRESSED:
+        details = _odd(config)
+        if not details:
+            return QuantMethod(COMPRESSED, block=_block_of_groups(config))
+    method = " ".join([kind, *(f"({detail})" for detail in details)])
     raise NotDescribed(
-        f"its weights are quantised by {what}; read are {READ}: take a checkpoint of one of these, "
-        "a .gguf file, or the unquantised weights"
+        f"its weights are quantised by {method}; read are {READ}: take a checkpoint of one of "
+        "these, a .gguf file, or the unquantised weights"
     )
+
+
+def _block_of_groups(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the block that all groups of compressed-tensors name, or the usual one."""
+    blocks = set[tuple[int, int]]()
+    for group in _groups(config):
+        scheme = group.get("weights") or {}
+        blocks.add(_block(scheme.get("block_structure")))
+    return blocks.pop() if len(blocks) == 1 else BLOCK
 
 
 def _block(stored: Any) -> tuple[int, int]:
     if isinstance(stored, list | tuple) and len(stored) == 2:
-        if not all(type(one) is int and one > 0 for one in stored):
+        if not all(type(size) is int and size > 0 for size in stored):
             raise ValueError(f"blocks of {list(stored)}")
         return stored[0], stored[1]
     return BLOCK
 
 
 def _groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [one for one in (config.get("config_groups") or {}).values() if one]
+    return [group for group in (config.get("config_groups") or {}).values() if group]
 
 
 def _odd(config: Mapping[str, Any]) -> list[str]:
     """Return what a configuration of compressed-tensors has that is not read."""
-    formats = {one["format"] for one in (config, *_groups(config)) if one.get("format")}
+    formats = {group["format"] for group in (config, *_groups(config)) if group.get("format")}
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
-    odd = sorted(formats - {*FORMATS_READ, MIXED}) + ([sparse] if sparse != "dense" else [])
-    return odd + (["transform_config"] if config.get("transform_config") else [])
+    odd = sorted(formats - {*FORMATS_READ, MIXED})
+    if sparse != "dense":
+        odd.append(sparse)
+    if config.get("transform_config"):
+        odd.append("transform_config")
+    return odd
 
 
 class QuantisedValues(NamedTuple):
@@ -201,11 +215,13 @@ class QuantisedTensor:
         name, *_ = parts.values()
         try:
             tensors = {
-                part: files.whole(one) if part in READ_NOW else files.like(one, part not in LARGE)
-                for part, one in parts.items()
+                part: files.tensor(name)
+                if part in READ_NOW
+                else files.like(name, part not in LARGE)
+                for part, name in parts.items()
             }
             if expert is not None:
-                tensors = {part: of[expert] for part, of in tensors.items()}
+                tensors = {part: tensor[expert] for part, tensor in tensors.items()}
             read = layout(tensors)
             outputs, inputs, group = len(read.scales), read.inputs, read.group
             order = _order(tensors, inputs, group)
@@ -242,24 +258,25 @@ class QuantisedTensor:
         return [self.outputs, self.inputs]
 
     def like(self, files: TensorFiles) -> BlockRows:
-        of = FORMATS[self.format]
-        size = self.inputs // of.inputs * of.bytes
+        block = FORMATS[self.format]
+        size = self.inputs // block.inputs * block.bytes
         data = torch.empty(self.outputs, size, dtype=torch.uint8, device="meta")
         return BlockRows(data, self.format, self.order)
 
-    def rows(self, files: TensorFiles, first: int, last: int) -> Weight:
-        """Return rows: in blocks, or without the kernels their numbers in float32.
+    def rows(
+        self, files: TensorFiles, first: int, last: int, kernels: Kernels | None = None
+    ) -> Weight:
+        """Return rows: in blocks, or without `kernels` their numbers in float32.
 
         Raises `InvalidInput` for numbers that are not finite, and `QuickbeamError` naming a file
         that can't be read.
         """
         read = self.layout({part: self._read(files, name) for part, name in self.parts.items()})
-        kernels = library.kernels()
         if kernels is None:
-            numbers = widened(read, self.order)
-            if not bool(numbers.isfinite().all()):
+            values = widened(read, self.order)
+            if not bool(values.isfinite().all()):
                 raise self._not_finite()
-            return numbers[first:last]
+            return values[first:last]
         blocks = self._in_blocks(read, kernels)
         if blocks is None:
             raise self._not_finite()
@@ -267,12 +284,12 @@ class QuantisedTensor:
 
     def _in_blocks(self, read: QuantisedValues, kernels: Kernels) -> torch.Tensor | None:
         """Return all rows in blocks, `[outputs, bytes]`; None where numbers are not finite."""
-        of = FORMATS[self.format]
-        at = torch.arange(0, self.inputs, of.inputs) // read.group
+        block = FORMATS[self.format]
+        at = torch.arange(0, self.inputs, block.inputs) // read.group
         scales = read.scales[:, at].contiguous()
         zeros = None if read.zeros is None else read.zeros[:, at].contiguous()
         stored = library.StoredWeight(
-            of.number,
+            block.number,
             read.layout,
             read.flip,
             read.values.data_ptr(),
@@ -282,7 +299,7 @@ class QuantisedTensor:
             scales.data_ptr(),
             None if zeros is None else zeros.data_ptr(),
         )
-        rows = torch.empty(self.outputs, len(at) * of.bytes, dtype=torch.uint8)
+        rows = torch.empty(self.outputs, len(at) * block.bytes, dtype=torch.uint8)
         finite = kernels.to_blocks(ctypes.byref(stored), rows.data_ptr())
         return rows if finite and bool(scales.isfinite().all()) else None
 
@@ -291,7 +308,7 @@ class QuantisedTensor:
 
     def _read(self, files: TensorFiles, name: str) -> torch.Tensor:
         if self.expert is None:
-            return files.whole(name)
+            return files.tensor(name)
         return files.rows(name, self.expert, self.expert + 1)[0]
 
 
@@ -304,15 +321,20 @@ def quantised_tensor(
     """
     module = name.removesuffix(".weight")
     names = {part: f"{module}.{part}" for part in KINDS}
-    parts = {p.removesuffix("_inv"): stored[one] for p, one in names.items() if one in stored}
+    parts = dict[str, str]()
+    for part, part_name in names.items():
+        if part_name in stored:
+            parts[part.removesuffix("_inv")] = stored[part_name]
+    layout: Layout
     if method.kind in (AWQ, GPTQ) and {"qweight", "qzeros", "scales"} <= parts.keys():
-        gptq = partial(_gptq, lowered=method.lowered)
-        return QuantisedTensor.of(parts, _awq if method.kind == AWQ else gptq, files)
-    if "weight_packed" in parts:
-        return QuantisedTensor.of(parts, _packed, files)
-    if {"weight", "weight_scale"} <= parts.keys():
-        return QuantisedTensor.of(parts, partial(eight_bits, block=method.block), files)
-    return None
+        layout = _awq if method.kind == AWQ else partial(_gptq, lowered=method.lowered)
+    elif "weight_packed" in parts:
+        layout = _packed
+    elif {"weight", "weight_scale"} <= parts.keys():
+        layout = partial(eight_bits, block=method.block)
+    else:
+        return None
+    return QuantisedTensor.of(parts, layout, files)
 
 
 def widened(read: QuantisedValues, order: torch.Tensor | None) -> torch.Tensor:
@@ -353,40 +375,47 @@ def _in_nibbles(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return stored if bits == 8 else torch.stack([stored & 15, stored >> 4], -1).flatten(1)
 
 
-def _awq(of: Tensors) -> QuantisedValues:
+def _awq(tensors: Tensors) -> QuantisedValues:
     """`qweight` `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, of which a word holds
     columns 0, 2, 4, 6, 1, 3, 5 and 7; `scales` `[groups, outputs]`."""
-    values, scales = of["qweight"], of["scales"].float().t()
-    zeros = _outputs_in_order(_in_nibbles(of["qzeros"], 4))
-    inputs, group = len(values), _shared(len(values), scales.shape[1])
+    values = tensors["qweight"]
+    scales = tensors["scales"].float().t()
+    zeros = _outputs_in_order(_in_nibbles(tensors["qzeros"], 4))
+    inputs = len(values)
+    group = _shared(inputs, scales.shape[1])
     return QuantisedValues(values, library.WORDS_OF_OUTPUTS, inputs, 4, group, scales, zeros)
 
 
-def _gptq(of: Tensors, lowered: bool) -> QuantisedValues:
+def _gptq(tensors: Tensors, lowered: bool) -> QuantisedValues:
     """`qweight` `[inputs / 8, outputs]`, `qzeros` `[groups, outputs / 8]` (of the first version of
     the layout less 1), low bits first; `scales` `[groups, outputs]`; `g_idx` `[inputs]`, each
     input's group."""
-    values, stored, scales = of["qweight"], of["qzeros"], of["scales"].float().t()
-    if (bits := 32 * stored.shape[1] // len(scales)) not in (4, 8):
+    values = tensors["qweight"]
+    scales = tensors["scales"].float().t()
+    stored_zeros = tensors["qzeros"]
+    bits = 32 * stored_zeros.shape[1] // len(scales)
+    if bits not in (4, 8):
         raise NotDescribed(f"{bits} bits a weight; read are 4 and 8")
     if lowered:  # word by word, as it was taken away
-        stored = stored + (0x11111111 if bits == 4 else 0x01010101)
-    inputs, zeros = 32 * len(values) // bits, _in_nibbles(stored, bits).t()
+        stored_zeros = stored_zeros + (0x11111111 if bits == 4 else 0x01010101)
+    zeros = _in_nibbles(stored_zeros, bits).t()
+    inputs = 32 * len(values) // bits
     group = _shared(inputs, scales.shape[1])
     return QuantisedValues(values, library.WORDS_OF_INPUTS, inputs, bits, group, scales, zeros)
 
 
-def _packed(of: Tensors) -> QuantisedValues:
+def _packed(tensors: Tensors) -> QuantisedValues:
     """`weight_packed` `[outputs, inputs / 8]`, `weight_scale` `[outputs, groups]`, and asymmetric
     `weight_zero_point` `[outputs / 8, groups]`, low bits first, all plus half of what bits hold;
     `weight_shape` names both sizes."""
-    values, (outputs, inputs) = of["weight_packed"], of["weight_shape"].flatten().tolist()
-    bits, scales = 32 * values.shape[1] // inputs, of["weight_scale"].float()
+    values, (outputs, inputs) = tensors["weight_packed"], tensors["weight_shape"].flatten().tolist()
+    bits = 32 * values.shape[1] // inputs
+    scales = tensors["weight_scale"].float()
     scales = scales.view(len(scales), -1).expand(outputs, -1)
     group = _shared(inputs, scales.shape[1])
     zeros = torch.full_like(scales, 1 << bits - 1, dtype=torch.uint8)
-    if "weight_zero_point" in of:
-        zeros = of["weight_zero_point"]
+    if "weight_zero_point" in tensors:
+        zeros = tensors["weight_zero_point"]
         if zeros.dtype is torch.int8:  # as earlier versions stored them, `[outputs, groups]`
             zeros = (zeros.to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
             zeros = zeros.view(len(zeros), -1).expand_as(scales)
@@ -395,11 +424,14 @@ def _packed(of: Tensors) -> QuantisedValues:
     return QuantisedValues(values, library.BY_OUTPUT, inputs, bits, group, scales, zeros)
 
 
-def eight_bits(of: Tensors, block: tuple[int, int]) -> QuantisedValues:
+def eight_bits(tensors: Tensors, block: tuple[int, int]) -> QuantisedValues:
     """`weight` `[outputs, inputs]` int8 or float8, and `weight_scale` or `weight_scale_inv`: one,
     by output, by output and group, or by blocks of outputs and inputs."""
-    values, scale, (tall, group) = of["weight"], of["weight_scale"], block
-    (outputs, inputs), shape = values.shape, list(scale.shape)
+    values = tensors["weight"]
+    scale = tensors["weight_scale"]
+    tall, group = block
+    outputs, inputs = values.shape
+    shape = list(scale.shape)
     if len(shape) == 2 and shape[0] == outputs:
         group = _shared(inputs, shape[1])
     elif scale.numel() == 1 or shape == [outputs]:
@@ -413,21 +445,25 @@ def eight_bits(of: Tensors, block: tuple[int, int]) -> QuantisedValues:
             stored = stored.repeat_interleave(tall, 0)[:outputs]
         return stored.expand(outputs, -1)
 
-    scales, flip = by_output(scale.float()), 0
+    scales = by_output(scale.float())
     zeros: torch.Tensor | None = None
+    flip = 0
     if values.dtype is torch.int8:
-        zeros, flip = torch.full_like(scales, 128, dtype=torch.uint8), 128
-        if "weight_zero_point" in of:
-            zeros = by_output((of["weight_zero_point"].to(torch.int16) + 128).to(torch.uint8))
+        flip = 128
+        zeros = torch.full_like(scales, 128, dtype=torch.uint8)
+        if "weight_zero_point" in tensors:
+            stored_zeros = tensors["weight_zero_point"].to(torch.int16) + 128
+            zeros = by_output(stored_zeros.to(torch.uint8))
     return QuantisedValues(values, library.BY_OUTPUT, inputs, 8, group, scales, zeros, flip)
 
 
-def _order(of: Tensors, inputs: int, group: int) -> torch.Tensor | None:
+def _order(tensors: Tensors, inputs: int, group: int) -> torch.Tensor | None:
     """Return inputs in the order of their groups; None where they are in it already."""
-    stored = of.get("g_idx", of.get("weight_g_idx"))
+    stored = tensors.get("g_idx", tensors.get("weight_g_idx"))
     if stored is None:
         return None
-    groups, wanted = stored.flatten().int(), torch.arange(inputs, dtype=torch.int32) // group
+    groups = stored.flatten().int()
+    wanted = torch.arange(inputs, dtype=torch.int32) // group
     if bool((groups < 0).all()) or torch.equal(groups, wanted):
         return None
     in_order, order = groups.sort(stable=True)

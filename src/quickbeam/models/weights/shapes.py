@@ -16,6 +16,7 @@ from quickbeam.models.stack import (
     FeedForward,
     Linear,
     LinearAttention,
+    Norm,
     ParameterRows,
     Recurrent,
     ShortConv,
@@ -34,13 +35,15 @@ def refuse_shared_experts(stack: Stack, like: Callable[[str], Any]) -> None:
         shared = layer_experts.shared
         if shared is None:
             continue
-        up = [like(rows.name) for rows in shared.up.weights]
-        down = [like(rows.name) for rows in shared.down.weights]
-        formats = {weight.name if isinstance(weight, BlockRows) else "dense" for weight in up}
+        formats = set[str]()
+        for rows in shared.up.weights:
+            weight = like(rows.name)
+            formats.add(weight.name if isinstance(weight, BlockRows) else "dense")
         if len(formats) > 1:
             raise NotDescribed(f"a shared expert is of {' and '.join(sorted(formats))}")
-        if any(input_order_of(weight) is not None for weight in up + down):
-            raise NotDescribed("a shared expert is quantised with activation order")
+        for rows in (*shared.up.weights, *shared.down.weights):
+            if input_order_of(like(rows.name)) is not None:
+                raise NotDescribed("a shared expert is quantised with activation order")
 
 
 def refuse_other_experts(stack: Stack, shape: Callable[[str], list[int]]) -> None:
@@ -49,10 +52,12 @@ def refuse_other_experts(stack: Stack, shape: Callable[[str], list[int]]) -> Non
     `shape(name)`: of a parameter.
     """
     for layer_experts in experts(stack):
-        count, first = len(layer_experts.chosen), layer_experts.chosen[0]
-        router = layer_experts.routing.logits.weights
+        count = len(layer_experts.candidates)
+        first = layer_experts.candidates[0]
+        router = layer_experts.routing.logits
+        all_rows = (*first.up.weights, *first.down.weights, *router.weights)
         odd = []
-        for name in {rows.name for rows in (*first.up.weights, *first.down.weights, *router)}:
+        for name in {rows.name for rows in all_rows}:
             stored = shape(name)
             if stored[0] != count:
                 odd.append((name, stored, [count, *stored[1:]]))
@@ -89,22 +94,26 @@ def check_shapes(
     odd = []
     for linear, _ in linears(stack):
         for weight, bias in zip(linear.weights, linear.biases, strict=False):
-            size, outputs = _shape_of_rows(bias, shape)[0], _shape_of_rows(weight, shape)[0]
+            size, *_ = _shape_of_rows(bias, shape)
+            outputs, *_ = _shape_of_rows(weight, shape)
             if size != outputs:
                 odd.append((bias.name, [size], [outputs]))
+
+    def check_norm(norm: Norm, *accepted: int) -> None:
+        """Expect one of the `accepted` sizes, of which the first is named in errors."""
+        sizes = [math.prod(shape(name)) for name in norm.weights]
+        if sizes and sum(sizes) not in accepted:
+            odd.append((norm.weights[0], sizes, [accepted[0]]))
+
     for attention in stack.attentions:
-        head_dim, head_counts = attention.head_dim, (attention.heads, attention.kv_heads)
+        head_dim = attention.head_dim
+        head_counts = (attention.heads, attention.kv_heads)
         for norm, heads in zip(attention.norms or (), head_counts, strict=False):
-            sizes = [math.prod(shape(name)) for name in norm.weights]
-            if sum(sizes) not in (0, head_dim, heads * head_dim):
-                odd.append((norm.weights[0], sizes, [head_dim]))
+            check_norm(norm, head_dim, heads * head_dim)
     for recurrent in stack.recurrents:
         if isinstance(recurrent, LinearAttention) and recurrent.norm is not None:
             inner = recurrent.heads * recurrent.value_dim
-            group = inner // recurrent.groups
-            sizes = [math.prod(shape(name)) for name in recurrent.norm.weights]
-            if sum(sizes) not in (group, inner):
-                odd.append((recurrent.norm.weights[0], sizes, [group]))
+            check_norm(recurrent.norm, inner // recurrent.groups, inner)
     refuse_incomplete([], odd)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight, concatenated, dense_rows, with_data
 from quickbeam.models.weights.prequantised import (
     QuantisedTensor,
@@ -206,7 +206,9 @@ class PlainTensor:
     def like(self, files: TensorFiles) -> torch.Tensor:
         return torch.empty(self.shape(files), device="meta")
 
-    def rows(self, files: TensorFiles, first: int, last: int) -> torch.Tensor:
+    def rows(
+        self, files: TensorFiles, first: int, last: int, kernels: Kernels | None = None
+    ) -> torch.Tensor:
         tensor = files.rows(self.name, first, last)
         return tensor.transpose(1, 2) if self.transposed else tensor
 
@@ -232,10 +234,12 @@ class SeparateExperts:
         expert = concatenated([part.like(files) for part in self.experts[0]])
         return with_data(expert, expert.data.expand(len(self.experts), *expert.data.shape))
 
-    def rows(self, files: TensorFiles, first: int, last: int) -> Weight:
+    def rows(
+        self, files: TensorFiles, first: int, last: int, kernels: Kernels | None = None
+    ) -> Weight:
         experts = list[Weight]()
         for parts in self.experts[first:last]:
-            rows = [part.rows(files, 0, part.shape(files)[0]) for part in parts]
+            rows = [part.rows(files, 0, part.shape(files)[0], kernels) for part in parts]
             experts.append(concatenated(rows))
         return with_data(experts[0], torch.stack([expert.data for expert in experts]))
 
@@ -264,7 +268,9 @@ class Mxfp4:
         data = torch.empty(count, outputs, groups * (1 + half), dtype=torch.uint8, device="meta")
         return BlockRows(data, "mxfp4")
 
-    def rows(self, files: TensorFiles, first: int, last: int) -> BlockRows:
+    def rows(
+        self, files: TensorFiles, first: int, last: int, kernels: Kernels | None = None
+    ) -> BlockRows:
         """Return experts' matrices, `[experts, outputs, inputs]`, in blocks as of `.gguf` files.
 
         There, a byte holds two numbers of which the second comes 16 behind the first.
@@ -286,15 +292,15 @@ def widened_mxfp4(blocks: BlockRows) -> torch.Tensor:
 
 
 # The source of a parameter. `names`: of its tensors. `shape`: the parameter's. `rows` reads rows of
-# the parameter; `like` gives their shape and format alone.
+# the parameter, those in few bits as blocks where there are kernels; `like` gives their shape and
+# format alone.
 ParameterSource = PlainTensor | SeparateExperts | Mxfp4 | QuantisedTensor
 
 
-def dense(weight: Weight, source: ParameterSource) -> torch.Tensor:
+def dense(weight: Weight, source: ParameterSource, kernels: Kernels | None = None) -> torch.Tensor:
     """Return rows of a parameter without blocks, which are widened to float32."""
     if isinstance(weight, torch.Tensor):
         return weight
-    kernels = library.kernels()
     rows = widened_mxfp4(weight) if kernels is None else dense_rows(kernels, weight)
     return rows.transpose(1, 2) if isinstance(source, Mxfp4) else rows
 

@@ -1,6 +1,6 @@
 """The weight files of a model's folder: tensors by name and row, as they are stored.
 
-They are safetensors, or where there are none, PyTorch's `pytorch_model.bin`.
+The files are safetensors, or where there are none, PyTorch's `pytorch_model.bin`.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class TensorFiles:
                 f"{tensor.path}: {name} can't be read ({error}): download it again"
             ) from error
 
-    def whole(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor, a single number as `[1]`. Raises as `rows` does."""
         return self.rows(name, 0, (self.shape(name) or [1])[0])
 

@@ -137,7 +137,7 @@ def _olmoe(metadata: Metadata) -> dict[str, Any]:
 
 
 def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
-    """What no key says is as published."""
+    """Return the fields of GPT-OSS. Those that no key holds are as OpenAI published them."""
     fields = usual_fields(metadata, "gpt_oss")
     fields |= window_fields(metadata, every=2) | expert_fields(metadata)
     if fields["rope_parameters"]["rope_type"] == "yarn":
@@ -221,7 +221,7 @@ def _falcon_h1(metadata: Metadata) -> dict[str, Any]:
 
 
 def _nemotron_h(metadata: Metadata) -> dict[str, Any]:
-    """What no key says is as published."""
+    """Return the fields of Nemotron-H. Those that no key holds are as NVIDIA published them."""
     kv_heads = metadata.by_layer("attention.head_count_kv")
     widths = metadata.by_layer("feed_forward_length")
     kinds = []
@@ -299,7 +299,10 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
 
 
 def _gemma4(metadata: Metadata) -> dict[str, Any]:
-    """Keys and values of full attention are the same where such a layer has no tensor of values."""
+    """Return the fields of Gemma 4.
+
+    Keys and values of full attention are the same where a layer of it has no tensor of values.
+    """
     windowed = [bool(flag) for flag in metadata.by_layer("attention.sliding_window_pattern")]
     widths, sharing = metadata.by_layer("feed_forward_length"), metadata.get(SHARED_LAYERS, 0)
     counts = list(zip(windowed, metadata.by_layer("attention.head_count_kv"), strict=True))

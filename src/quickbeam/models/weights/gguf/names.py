@@ -25,7 +25,7 @@ StoredName = Callable[[str], str | None]
 
 
 def is_behind(tensor: str, layers: int) -> bool:
-    """Whether a tensor is of a block behind so many layers, which predicts later tokens."""
+    """Whether a tensor is of a block behind the model's `layers`, which predicts later tokens."""
     block = re.match(r"blk\.(\d{1,6})\.", tensor)
     return block is not None and int(block[1]) >= layers
 
@@ -44,11 +44,11 @@ def stored_names(architecture: str, layers: int, tensors: Collection[str]) -> St
         for old, new in RENAMED.items():
             name = name.replace(old, new)
         in_nemotron_h = name.replace("model.", "backbone.", 1)
-        listed = table.get_name(name, SUFFIXES) or table.get_name(in_nemotron_h, SUFFIXES) or ""
+        base = table.get_name(name, SUFFIXES) or table.get_name(in_nemotron_h, SUFFIXES) or ""
         # transformers' names of parameters outside of modules have no suffix; and a shared expert
         # may have the name of a feed-forward without experts
-        with_suffix = (f"{listed}{suffix}" for suffix in SUFFIXES)
-        candidates = (listed, *with_suffix, listed.replace("_shexp", ""))
+        with_suffix = (f"{base}{suffix}" for suffix in SUFFIXES)
+        candidates = (base, *with_suffix, base.replace("_shexp", ""))
         return next((candidate for candidate in candidates if candidate in tensors), None)
 
     return stored_name
