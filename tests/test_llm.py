@@ -50,6 +50,7 @@ EXPECTED = dict.fromkeys([*NUMBERS, "frequency_penalty"], "a number")
 EXPECTED |= dict.fromkeys(INTEGERS, "an integer") | dict.fromkeys(FLAGS, "True or False")
 EXPECTED |= dict.fromkeys(LISTS, "a list") | {"logit_bias": "a mapping", "grammar": "a Grammar"}
 EXPECTED["coupling"] = "one of coupled, residual"
+EXPECTED["prediction"] = "a text"
 
 
 WRONG = [b"hot", 0.5j, [0.5], {"a": 1}, math.nan, object]
