@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING
 from quickbeam.cli import bench
 from quickbeam.cli.common import check_models, loading_progress, progress_bar, say
 from quickbeam.params import SamplingParams
-from quickbeam.train.recipes import Plan, Recipe, ShortlistPlan
+from quickbeam.train.recipes import FEATURE, Plan, Recipe, ShortlistPlan, opening_words
 
 if TYPE_CHECKING:
-    from quickbeam.train.block import HeldOutMetrics
+    from quickbeam.train.held_out import HeldOutMetrics
+    from quickbeam.train.stages import DrafterStage, TextStage
     from quickbeam.train.trainer import Report
 
 USEFUL = 1.3  # the MAT below which a drafter's calls cost about what its drafts save
 POSITIONS = 7  # whose agreement fits into a line
+# By turns text is written up to a share of all, and the drafter trained up to a share of its run: a
+# drafter is there soon, and most of the training is on all text.
+TURNS = ((1 / 8, 1 / 24), (1 / 4, 1 / 12), (1 / 2, 1 / 6), (1, 1))
 METHODS = "ar,logitspec,dyspec:4,dyspec,auto"
 
 
@@ -30,7 +34,8 @@ class StageOptions:
     )
     """Carry out one stage. text: write text; drafter: train on the text that is there, which
     another process may add to meanwhile; shortlist: make the shortlist of a feature drafter (EAGLE)
-    that is there. Default: write text, train a block drafter, and measure it."""
+    that is there. Default: write text and train on it by turns, make the shortlist, and measure the
+    drafter."""
     limit: int = field(default=12, metadata={"min": 1})
     """Questions of the bench at the end."""
     max_tokens: int = field(default=64, metadata={"min": 3})
@@ -40,23 +45,20 @@ class StageOptions:
 def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: StageOptions) -> None:
     """Make a drafter for a model from text that the model writes.
 
-    It is a block drafter. At the end a bench says how fast the methods are with it. Draft with it
-    by --drafter OUT.
+    It is a feature drafter, with its shortlist, or a block drafter. At the end a bench says how
+    fast the methods are with it. Draft with it by --drafter OUT.
 
-    Ctrl-C or a kill loses at most a minute; the same command goes on. OUT also holds the figures:
-    training.json, log.jsonl, bench.json.
+    Ctrl-C or a kill loses at most a minute; the same command goes on, and the drafter in OUT can be
+    used meanwhile. OUT also holds the figures: training.json, log.jsonl, bench.json.
     """
     check_models(plan.model)
     plan = replace(plan, recipe=recipe)
-    if stages.only == "shortlist":
-        make_shortlist(plan, shortlist)
-        return
     try:
-        if stages.only != "drafter":
-            write_text(plan)
+        if stages.only != "shortlist":
+            write_and_train(plan, stages.only)
             gc.collect()
-        if stages.only != "text":
-            make_drafter(plan)
+        if stages.only == "shortlist" or (stages.only is None and recipe.kind == FEATURE):
+            make_shortlist(plan, shortlist)
             gc.collect()
         if stages.only is None:
             bench.compare(
@@ -70,43 +72,61 @@ def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: StageOpt
         raise
 
 
-def write_text(plan: Plan) -> None:
-    """Write text until there is enough."""
+def write_and_train(plan: Plan, only: str | None) -> None:
+    """Write text and train on it by turns; or `only` one of both."""
+    opening_words("questions", plan.languages)  # refused before the model is loaded
     with loading_progress(plan.model):
-        from quickbeam.train.stages import TextStage, existing_text
+        from quickbeam.models.weights.formats import pick_device
+        from quickbeam.train.shards import Shards
+        from quickbeam.train.stages import DrafterStage, TextStage
+        from quickbeam.train.target import open_target
 
-        there = existing_text(plan)
-        if there is not None and there.tokens >= plan.tokens:
-            return
-        stage = TextStage(plan)
-    say(f"writing {plan.tokens:,} tokens of text into {plan.text}")
+        if only == "drafter":
+            Shards(plan.text)  # refused before the model is loaded
+        target = open_target(plan.model, pick_device(None))
+        text = TextStage(plan, target)
+    say(
+        f"{plan.tokens:,} tokens of text, each trained on {plan.recipe.epochs:g} times: a line "
+        "every 5 minutes"
+    )
+    if only == "text":
+        write_text(text, plan.tokens)
+        return
+    if only == "drafter":
+        train_drafter(DrafterStage(plan, target), 1)
+        return
+    stage: DrafterStage | None = None
+    for share, until in TURNS:
+        write_text(text, round(plan.tokens * share))
+        stage = stage or DrafterStage(plan, target)
+        train_drafter(stage, until)
+
+
+def write_text(stage: TextStage, tokens: int) -> None:
+    """Write text until there are so many tokens."""
     with progress_bar("text") as show:
 
         def wrote(count: int, rate: float) -> None:
-            left = timedelta(seconds=round((plan.tokens - count) / max(rate, 1e-9)))
-            show(f"text: {count:,} tokens, {rate:.0f} a second, {left} left", count / plan.tokens)
+            left = timedelta(seconds=round((tokens - count) / max(rate, 1e-9)))
+            show(f"text: {count:,} tokens, {rate:.0f} a second, {left} left", count / tokens)
 
-        stage.run(wrote)
-    written = existing_text(plan)
-    say(f"text: {written.tokens if written else 0:,} tokens")
+        stage.run(wrote, tokens)
+    say(f"text: {stage.tokens():,} tokens")
 
 
-def make_drafter(plan: Plan) -> None:
-    """Train a block drafter on the text that is there."""
-    with loading_progress(plan.model):
-        from quickbeam.train.stages import BlockStage
-
-        stage = BlockStage(plan)
-    trainer = stage.trainer
-    say(f"training on {trainer.total:,} tokens: a line every {trainer.report_every:.0f} s")
+def train_drafter(stage: DrafterStage, until: float) -> None:
+    """Train a drafter up to a share of its run on the text that is there."""
+    plan = stage.plan
     with progress_bar("training") as show:
 
         def trained(report: Report) -> None:
             show(f"training: loss {report.loss:.3f}, {report.rate:.0f} tokens/s", report.done)
             say(progress_line(report))
 
-        held = stage.run(trained)
-    say(f"held-out agreement by position: {agreements(held)}; MAT {held.mat:.2f}")
+        held = stage.run(trained, until)
+    say(f"{until:.0%}: held-out agreement by position {agreements(held)}; MAT {held.mat:.2f}")
+    if until < 1:
+        return
     if held.mat < USEFUL:
         say(no_gain(plan, held.mat))
     say(f"written to {plan.out}: quickbeam generate … --drafter {plan.out}")

@@ -1,4 +1,4 @@
-"""Reads a feature drafter's folder, in any layout of EAGLE that `layouts.py` has.
+"""Reads and writes a feature drafter's folder, in any layout of EAGLE that `layouts.py` has.
 
 The stored tensors decide what they can show: biases, heads, an embedding of its own. The
 configuration decides the rest. A tensor that has no place in the network is an error.
@@ -13,6 +13,7 @@ import torch
 
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.folder import (
+    SIZES,
     Parts,
     TargetParts,
     assemble,
@@ -22,8 +23,9 @@ from quickbeam.drafters.folder import (
     named_errors,
     read_tensors,
     refuse_other_target,
+    write_folder,
 )
-from quickbeam.drafters.layouts import EAGLE, LAYOUTS, OWN_EAGLE, Fields, layout_of
+from quickbeam.drafters.layouts import EAGLE, EAGLE3, LAYOUTS, OWN_EAGLE, Fields, layout_of
 from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
@@ -198,3 +200,42 @@ def _check_target(config: EagleConfig, tokens: torch.Tensor | None, target: Targ
         )
     if tokens is not None:
         require_distinct(tokens, target.vocab, "its head (d2t), which was made for another model,")
+
+
+def save_eagle(network: EagleHead, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write `config.json` and `model.safetensors` in EAGLE-3's layout.
+
+    The drafter has no embedding and no head of its own: an engine gives it the target's. Its
+    configuration numbers hidden states by the layers before them, and in `eagle_config` by the
+    layer that outputs them.
+    """
+    config, modules = network.config, EAGLE3.modules
+    parts = _parts(config, modules)
+    tensors = dict[str, torch.Tensor]()
+    for name, tensor in network.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        stored = parts.get(module, [(module, None)])
+        rows = [count or len(tensor) for _, count in stored]
+        for (stored_module, _), part in zip(stored, tensor.split(rows), strict=True):
+            tensors[f"{stored_module}.{kind}"] = part
+    ids = "eagle_aux_hidden_state_layer_ids"
+    record: Fields = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **{stored: getattr(config, field) for field, stored in SIZES.items()},
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.eps,
+        **config.rope,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.vocab_size,
+        "target_hidden_size": config.target_size,
+        ids: list(config.layers),
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            ids: [layer - 1 for layer in config.layers],
+        },
+        "fc_norm": config.feature_norms,
+        "tie_word_embeddings": False,
+    }
+    write_folder(folder, record, tensors, dtype)

@@ -110,10 +110,6 @@ class Shards(list[ConversationTokens]):
         """How many tokens all conversations have together."""
         return sum(len(c.tokens) for c in self)
 
-    def counts(self, vocab: int) -> torch.Tensor:
-        """Return how often each token occurs, `[vocab]` int64."""
-        return torch.bincount(torch.cat([c.tokens for c in self]).long(), minlength=vocab)
-
     def answered_prompts(self, prompts: Sequence[list[int]]) -> list[bool]:
         """Return for each of the `prompts` (token ids) whether the text holds an answer to it.
 
@@ -128,6 +124,11 @@ class Shards(list[ConversationTokens]):
             answered.append(answers[prompt] > 0)
             answers[prompt] -= 1
         return answered
+
+
+def token_counts(conversations: Sequence[ConversationTokens], vocab: int) -> torch.Tensor:
+    """Return how often each token occurs, `[vocab]` int64."""
+    return torch.bincount(torch.cat([c.tokens for c in conversations]).long(), minlength=vocab)
 
 
 def read_prompts(path: Path) -> list[list[dict[str, str]]]:
@@ -190,7 +191,7 @@ def collate(conversations: Sequence[ConversationTokens]) -> TrainingBatch:
     return TrainingBatch(tokens.long(), answer, lengths)
 
 
-def split(shards: Shards) -> tuple[list[int], list[int]]:
+def split(shards: Sequence[ConversationTokens]) -> tuple[list[int], list[int]]:
     """Return the indices of the conversations to train on, and of those that are held out.
 
     There is at least one of each. Raises `InvalidInput` for fewer than two conversations.

@@ -1,4 +1,4 @@
-"""From a model to a block drafter, in stages: write text, train, describe.
+"""From a model to a drafter, in stages: write text, train, describe.
 
 Each stage continues what an earlier run left.
 """
@@ -12,27 +12,25 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_files import load_block
-from quickbeam.drafters.folder import TargetParts, embed_scale
-from quickbeam.drafters.layouts import BLOCK, is_kind
+from quickbeam.drafters.eagle_files import load_eagle
+from quickbeam.drafters.eagle_model import EagleConfig
+from quickbeam.drafters.folder import TargetParts
+from quickbeam.drafters.layouts import BLOCK, EAGLE, is_kind
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
-from quickbeam.models import builtin
-from quickbeam.models.opening import open_model
 from quickbeam.models.text.chat_template import for_template
-from quickbeam.models.transformers_class import refuse_file
-from quickbeam.models.weights.formats import pick_device
-from quickbeam.train import text
-from quickbeam.train.block import HeldOutMetrics, new_network
+from quickbeam.train import recipes, text
+from quickbeam.train.base import DrafterTraining
+from quickbeam.train.block import BlockTraining, new_block_network
+from quickbeam.train.feature import FeatureTraining, feature_layers, new_feature_network
+from quickbeam.train.held_out import HeldOutMetrics
 from quickbeam.train.recipes import Plan, Recipe, opening_words
 from quickbeam.train.router import ranking
-from quickbeam.train.shards import Shards, ShardWriter, read_prompts
-from quickbeam.train.target import FrozenTarget, load_target
+from quickbeam.train.shards import Shards, ShardWriter, read_prompts, token_counts
+from quickbeam.train.target import FrozenTarget, OpenTarget
 from quickbeam.train.trainer import Report, Trainer
 
 
@@ -42,18 +40,15 @@ def existing_text(plan: Plan) -> Shards | None:
 
 
 class TextStage:
-    """Has the model of a `plan` write text. Raises `InvalidInput` for an unknown language."""
+    """Has a model write the text of a `plan`."""
 
-    def __init__(self, plan: Plan) -> None:
-        opening_words("questions", plan.languages)  # refused before anything is loaded
+    def __init__(self, plan: Plan, target: OpenTarget) -> None:
         self.plan = plan
-        folder, device = builtin.resolve(plan.model), pick_device(None)
-        refuse_file(folder)  # which the next stage couldn't read
-        opened = open_model(folder, torch.bfloat16, device)
-        self._model, self._tokenizer = opened.model, opened.tokenizer
-        self._stops = opened.eos_ids
+        self._model = target.loaded.model
+        self._tokenizer = target.loaded.tokenizer
+        self._stops = target.loaded.eos_ids
 
-    def run(self, report: Callable[[int, float], None]) -> None:
+    def run(self, report: Callable[[int, float], None], tokens: int) -> None:
         """Write conversations until there are `tokens` tokens of text, or all prompts are answered.
 
         `report` is called after every pass with the number of tokens, those of conversations that
@@ -61,22 +56,21 @@ class TextStage:
         interrupted, and a prompt that it answers is not answered again. Raises `QuickbeamError` if
         the text can't be written.
         """
-        plan, earlier = self.plan, existing_text(self.plan)
-        there = 0 if earlier is None else earlier.tokens
+        plan, earlier, there = self.plan, existing_text(self.plan), self.tokens()
         prompts = None
         if plan.prompts is not None:
             prompts = [self._encode(messages) for messages in read_prompts(plan.prompts)]
             if earlier is not None:
                 pairs = zip(prompts, earlier.answered_prompts(prompts), strict=True)
                 prompts = [one for one, done in pairs if not done and len(one) < plan.length - 1]
-        if there >= plan.tokens or prompts == []:
+        if there >= tokens or prompts == []:
             return
         shards = ShardWriter(plan.text)
         began, fresh = time.perf_counter(), 0
 
         def stepped(unfinished: int) -> None:
             here = fresh + unfinished
-            report(min(there + here, plan.tokens), here / (time.perf_counter() - began))
+            report(min(there + here, tokens), here / (time.perf_counter() - began))
 
         template = None if prompts else text.Template.of(self._tokenizer, self._stops)
         stops = template.stops if template else frozenset(self._stops)
@@ -89,17 +83,22 @@ class TextStage:
             seed=plan.recipe.seed + 1_000_003 * (shards.files + 1),
         )
         encode = partial(self._tokenizer.encode, add_special_tokens=False)
-        of, wanted = (self._model, plan.slots, encode), plan.tokens - there
+        of, wanted = (self._model, plan.slots, encode), tokens - there
         writer = text.Writer(*of, template, stops, recipe, prompts, wanted, stepped)
         try:
             for conversation in writer:
                 shards.add(conversation)
                 fresh += len(conversation.tokens)
-                if there + fresh >= plan.tokens:
+                if there + fresh >= tokens:
                     break
             stepped(0)
         finally:
             shards.flush()
+
+    def tokens(self) -> int:
+        """Return how many tokens of text there are."""
+        there = existing_text(self.plan)
+        return 0 if there is None else there.tokens
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         if not getattr(self._tokenizer, "chat_template", None):
@@ -110,8 +109,8 @@ class TextStage:
         return [int(token) for token in self._tokenizer.apply_chat_template(turns, **how)]
 
 
-def aux_layers(count: int) -> tuple[int, ...]:
-    """Return which hidden states a drafter reads of a model of `count` layers.
+def block_layers(count: int) -> tuple[int, ...]:
+    """Return which hidden states a block drafter reads of a model of `count` layers.
 
     DFlash's rule for three layers is round(1 + i (L - 4) / 2), counted from 0.
     """
@@ -119,85 +118,140 @@ def aux_layers(count: int) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
-def block_config(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> BlockConfig:
+def layer_fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a drafter's configuration that are a model's: sizes and angles."""
+    rope = {"max_position_embeddings": getattr(config, "max_position_embeddings", None)}
+    if parameters := getattr(config, "rope_parameters", None):
+        rope["rope_parameters"] = dict(parameters.get("full_attention", parameters))
+    heads = config.num_attention_heads
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "heads": heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "target_size": config.hidden_size,
+        "eps": getattr(config, "rms_norm_eps", 1e-6),
+        "rope": {name: value for name, value in rope.items() if value is not None},
+    }
+
+
+def feature_config(target: OpenTarget) -> EagleConfig:
+    """Return the shape of a feature drafter for a model: a layer as wide as the model's own."""
+    config = target.loaded.model.config
+    heads = config.num_attention_heads
+    return EagleConfig(
+        **layer_fields(config),
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        layers=feature_layers(config.num_hidden_layers),
+        vocab_size=target.loaded.model.vocab_size,
+        feature_norms=True,
+    )
+
+
+def block_config(target: OpenTarget, recipe: Recipe) -> BlockConfig:
     """Return the shape of a block drafter for a model: layers as wide as the model's own.
 
     It reads the model after the first layer, about half of them, and nearly all. The mask is a
     token that text does not hold: one without a name, or the last special one.
     """
-    config = model.config.get_text_config()
-    count, vocab = config.num_hidden_layers, len(model.get_output_embeddings().weight)
-    rope = {"max_position_embeddings": config.max_position_embeddings}
-    if parameters := getattr(config, "rope_parameters", None):
-        rope["rope_parameters"] = dict(parameters.get("full_attention", parameters))
-    named, heads = len(tokenizer), config.num_attention_heads
+    model, tokenizer = target.loaded.model, target.loaded.tokenizer
+    vocab, named = model.vocab_size, len(tokenizer)
     special = [i for i in tokenizer.added_tokens_decoder if i < vocab]
     return BlockConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        **layer_fields(model.config),
+        kv_heads=model.config.num_attention_heads,
         depth=recipe.depth,
-        aux_layers=aux_layers(count),
-        target_size=config.hidden_size,
+        aux_layers=block_layers(model.config.num_hidden_layers),
         vocab_size=vocab,
         block_size=recipe.block,
         mask_token=vocab - 1 if named < vocab else max(special, default=vocab - 1),
         markov_rank=recipe.rank,
         confidence=True,
-        embedding_scale=embed_scale(model.get_input_embeddings()),
-        eps=getattr(config, "rms_norm_eps", 1e-6),
-        rope=rope,
+        embedding_scale=target.stack.scale,
     )
 
 
-class BlockStage:
-    """Trains a block drafter on the text of a `plan`.
+class DrafterStage:
+    """Trains a drafter on the text of a `plan`.
 
     Raises `InvalidInput` if there is no text, or `start` is of another shape.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, target: OpenTarget) -> None:
         self.plan = plan
-        Shards(plan.text)  # refused before anything is loaded
-        model, tokenizer = load_target(plan.model, pick_device(None))
-        config = block_config(model, tokenizer, plan.recipe)
-        count = model.config.get_text_config().num_hidden_layers
-        self.target = FrozenTarget(model, (*config.aux_layers, count + 1))
-        network = new_network(config, self.target, plan.recipe.seed)
-        if plan.start is not None:
-            if not is_kind(plan.start, BLOCK):
-                raise InvalidInput(f"--start {plan.start}: must be the folder of a block drafter")
-            parts = count, config.target_size, config.vocab_size, self.target.embedding
-            network = load_block(plan.start, TargetParts(*parts, torch.nn.Identity()))
-            network = network.float().requires_grad_(True)
-            if differing := [
-                f"{name} {getattr(network.config, name)} instead of {one}"
-                for name, one in vars(config).items()
-                if name != "embedding_scale" and getattr(network.config, name) != one
-            ]:
-                raise InvalidInput(
-                    f"--start {plan.start}: of another shape ({', '.join(differing)}): give its "
-                    "--depth, --block and --rank"
-                )
-            network.config = config
-        total = max(1, int(plan.tokens * plan.recipe.epochs))
-        trained = plan.start is not None
+        shards = Shards(plan.text)
+        model, recipe = target.loaded.model, plan.recipe
+        config: Any = feature_config(target)
+        if recipe.kind == recipes.BLOCK:
+            config = block_config(target, recipe)
+        aux_layers = config.aux_layers if recipe.kind == recipes.BLOCK else config.layers
+        last = model.config.num_hidden_layers + 1
+        self.target = FrozenTarget(model, target.parameters, target.stack, (*aux_layers, last))
         self.trainer = Trainer(
-            network, self.target, plan.text, plan.recipe, total, plan.out, trained=trained
+            self._drafter(config, TargetParts.of(model)),
+            self.target,
+            plan.text,
+            recipe,
+            max(1, int(plan.tokens * recipe.epochs)),
+            plan.out,
+            trained=plan.start is not None,
         )
+        if not Artefact.exists(plan.out):
+            self._save_frequent(shards)
 
-    def run(self, report: Callable[[Report], None]) -> HeldOutMetrics:
-        """Train, write what was asked for and the figures, and return these.
+    def _drafter(self, config: Any, parts: TargetParts) -> DrafterTraining:
+        """Return the drafter to be trained: a new one, or that of `start`."""
+        plan, target, recipe = self.plan, self.target, self.plan.recipe
+        parts = parts._replace(embedding=target.embedding)
+        network: Any
+        if recipe.kind == recipes.BLOCK:
+            network = new_block_network(config, target, recipe.seed)
+            if plan.start is not None:
+                network = self._started(config, BLOCK, lambda folder: load_block(folder, parts))
+            return BlockTraining(network, recipe.spacing)
+        network = new_feature_network(config, target, recipe.seed)
+        if plan.start is not None:
+            network = self._started(config, EAGLE, lambda folder: load_eagle(folder, parts))
+        return FeatureTraining(network, recipe.ahead)
 
-        The tokens by how often the text has them lie beside the drafter from the start.
+    def _started(self, config: Any, kind: str, load: Callable[[Any], Any]) -> Any:
+        """Return the network of `start`. Raises `InvalidInput` for one of another shape."""
+        start = self.plan.start
+        if start is None or not is_kind(start, kind):
+            raise InvalidInput(
+                f"--start {start}: must be the folder of a drafter of --kind "
+                f"{self.plan.recipe.kind}"
+            )
+        network = load(start).float().requires_grad_(True)
+        differing = list[str]()
+        for name, value in vars(config).items():
+            there = getattr(network.config, name)
+            if name != "embedding_scale" and there != value:
+                differing.append(f"{name} {there} instead of {value}")
+        if differing:
+            raise InvalidInput(
+                f"--start {start}: of another shape ({', '.join(differing)}): give its --depth, "
+                "--block and --rank"
+            )
+        network.config = config
+        return network
+
+    def _save_frequent(self, shards: Shards) -> None:
+        """Write the tokens by how often the text has them."""
+        order = ranking(token_counts(shards, len(self.target.head)))
+        Artefact(Layout(order, len(order), 1, len(order)), order, None).save(self.plan.out)
+
+    def run(self, report: Callable[[Report], None], until: float = 1.0) -> HeldOutMetrics:
+        """Train up to a share of the run, and return the figures of the drafter.
+
+        At the end the figures and the frequent tokens are written beside the drafter.
         """
-        plan, shards = self.plan, self.trainer.shards
-        order = ranking(shards.counts(len(self.target.head)))
-        Artefact(Layout(order, len(order), 1, len(order)), order, None).save(plan.out)
-        held = self.trainer.run(report)
-        record = asdict(plan) | {"seen": self.trainer.seen, "seconds": self.trainer.seconds}
-        record |= {"text": self.trainer.shards.tokens, "held_out": held._asdict()}
+        plan, trainer = self.plan, self.trainer
+        held = trainer.run(report, until)
+        if until < 1:
+            return held
+        self._save_frequent(trainer.shards)
+        record = asdict(plan) | {"seen": trainer.seen, "seconds": trainer.seconds}
+        record |= {"text": trainer.shards.tokens, "held_out": held._asdict()}
         (plan.out / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
         return held
