@@ -59,7 +59,7 @@ class Recipe:
     """Times the drafter is trained on --tokens of text."""
     ahead: int = field(default=4, metadata={"min": 1, "max": 12})
     """Tokens that a feature drafter is trained to draft on its own drafts."""
-    batch: int = field(default=1024, metadata={"min": 64})
+    batch: int = field(default=2048, metadata={"min": 64})
     """Tokens of a training step, padding counted."""
     lr: float = field(default=3e-3, metadata={"min": 1e-7})
     """Highest learning rate."""
@@ -72,7 +72,7 @@ class Recipe:
     head."""
     spacing: int = field(default=4, metadata={"min": 1})
     """A training step drafts a block for so many tokens of text, with --kind block."""
-    loss_vocab: int = field(default=8192, metadata={"min": 16})
+    loss_vocab: int = field(default=4096, metadata={"min": 16})
     """Tokens of the vocabulary that a training step's loss is taken over."""
     warmup: int = field(default=100, metadata=FIXED)
     """Steps in which the learning rate rises."""
@@ -93,7 +93,7 @@ class Plan:
     """Folder, .gguf file, Hugging Face id or built-in model. Default: the built-in one."""
     out: Path = field(metadata={"common": True, "metavar": "FOLDER"})
     """Folder for text, checkpoints and drafter. A second run goes on from there."""
-    tokens: int = field(default=6_000_000, metadata={"min": 1000, "common": True})
+    tokens: int = field(default=4_000_000, metadata={"min": 1000, "common": True})
     """Tokens of text that the model writes."""
     prompts: Path | None = field(default=None, metadata={"common": True, "metavar": "FILE"})
     """Questions of your own, a JSON object a line: {"prompt": …}, {"turns": […]} or
