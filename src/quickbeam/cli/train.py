@@ -13,6 +13,7 @@ from quickbeam.params import SamplingParams
 from quickbeam.train.recipes import FEATURE, Plan, Recipe, ShortlistPlan, opening_words
 
 if TYPE_CHECKING:
+    from quickbeam.train.forecast import Rates
     from quickbeam.train.held_out import HeldOutMetrics
     from quickbeam.train.stages import DrafterStage, TextStage
     from quickbeam.train.trainer import Report
@@ -78,28 +79,38 @@ def write_and_train(plan: Plan, only: str | None) -> None:
     with loading_progress(plan.model):
         from quickbeam.models.weights.formats import pick_device
         from quickbeam.train.shards import Shards
-        from quickbeam.train.stages import DrafterStage, TextStage
+        from quickbeam.train.stages import DrafterStage, TextStage, planned
         from quickbeam.train.target import open_target
 
         if only == "drafter":
             Shards(plan.text)  # refused before the model is loaded
         target = open_target(plan.model, pick_device(None))
-        text = TextStage(plan, target)
-    say(
-        f"{plan.tokens:,} tokens of text, each trained on {plan.recipe.epochs:g} times: a line "
-        "every 5 minutes"
+        rates = DrafterStage(plan, target).rates()
+        plan = planned(plan, rates)
+        text, drafter = TextStage(plan, target), DrafterStage(plan, target)
+    say(plan_text(plan, rates))
+    for share, until in TURNS if only is None else TURNS[-1:]:
+        if only != "drafter":
+            write_text(text, round(plan.tokens * share))
+        if only != "text":
+            train_drafter(drafter, until)
+
+
+def plan_text(plan: Plan, rates: Rates) -> str:
+    """Return what is going to be done, and how long that takes at these rates."""
+    visits = int(plan.tokens * plan.recipe.epochs)
+    write, read, train = rates.seconds(plan)
+    share, until = TURNS[0]
+    first = share * (write + read) + until * train
+    return (
+        f"{plan.tokens:,} tokens of text: {minutes(write)} to write, {minutes(read)} to read\n"
+        f"{visits:,} tokens to train on: {minutes(train)}; a first drafter in {minutes(first)}\n"
+        "a line every 5 minutes says what it accepts of held-out answers"
     )
-    if only == "text":
-        write_text(text, plan.tokens)
-        return
-    if only == "drafter":
-        train_drafter(DrafterStage(plan, target), 1)
-        return
-    stage: DrafterStage | None = None
-    for share, until in TURNS:
-        write_text(text, round(plan.tokens * share))
-        stage = stage or DrafterStage(plan, target)
-        train_drafter(stage, until)
+
+
+def minutes(seconds: float) -> str:
+    return f"{max(1, round(seconds / 60)):,} min"
 
 
 def write_text(stage: TextStage, tokens: int) -> None:

@@ -95,9 +95,18 @@ class Plan:
     """Folder for text, checkpoints and drafter. A second run goes on from there."""
     tokens: int = field(default=4_000_000, metadata={"min": 1000, "common": True})
     """Tokens of text that the model writes."""
+    minutes: float | None = field(default=None, metadata={"min": 1, "common": True})
+    """Choose --tokens so that all takes about so long on this machine, by a measurement."""
     prompts: Path | None = field(default=None, metadata={"common": True, "metavar": "FILE"})
     """Questions of your own, a JSON object a line: {"prompt": …}, {"turns": […]} or
     {"messages": […]}. Default: the model writes questions."""
+    given: Path | None = field(
+        default=None, metadata={"option": "--text", "common": True, "metavar": "PATH"}
+    )
+    """Train on this text, too: a file, all files below a folder, or chats in a .jsonl file with
+    {"messages": […]} a line."""
+    own: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    """With --text: share of the tokens that the model writes itself."""
     slots: int = field(default=64, metadata={"min": 1})
     """Conversations that are written at the same time."""
     length: int = field(default=512, metadata={"min": 32})

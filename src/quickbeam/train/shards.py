@@ -25,12 +25,13 @@ class ConversationTokens(NamedTuple):
     """A conversation of n tokens.
 
     `tokens`: `[n]` int32. `answer`: `[n]` bool, the tokens of the model's answers, which a drafter
-    is for. `temperature`: of the answers.
+    is for. `temperature`: of the answers. `own`: whether the model wrote the answers.
     """
 
     tokens: torch.Tensor
     answer: torch.Tensor
     temperature: float
+    own: bool = True
 
 
 class ShardWriter:
@@ -60,6 +61,7 @@ class ShardWriter:
             "answer": torch.cat([c.answer for c in self._unwritten]),
             "length": torch.tensor([len(c.tokens) for c in self._unwritten]),
             "temperature": torch.tensor([c.temperature for c in self._unwritten]),
+            "own": torch.tensor([c.own for c in self._unwritten]),
         }
         path = self._next_path()
         part = path.with_suffix(".part")
@@ -99,7 +101,8 @@ class Shards(list[ConversationTokens]):
                 tokens = torch.split(tensors["tokens"], lengths)
                 answers = torch.split(tensors["answer"], lengths)
                 temperatures = tensors["temperature"].tolist()
-                self.extend(map(ConversationTokens, tokens, answers, temperatures))
+                own = tensors["own"].tolist() if "own" in tensors else [True] * len(lengths)
+                self.extend(map(ConversationTokens, tokens, answers, temperatures, own))
             except Exception as error:  # safetensors raises its own kinds
                 raise InvalidInput(f"{path} is not a shard of text ({error}): delete it") from error
         if not self:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from quickbeam.drafters.block_config import BlockConfig
@@ -22,10 +23,11 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
 from quickbeam.models.text.chat_template import for_template
-from quickbeam.train import recipes, text
+from quickbeam.train import given, recipes, text
 from quickbeam.train.base import DrafterTraining
 from quickbeam.train.block import BlockTraining, new_block_network
 from quickbeam.train.feature import FeatureTraining, feature_layers, new_feature_network
+from quickbeam.train.forecast import Rates, measure_rates
 from quickbeam.train.held_out import HeldOutMetrics
 from quickbeam.train.recipes import Plan, Recipe, opening_words
 from quickbeam.train.router import ranking
@@ -33,10 +35,30 @@ from quickbeam.train.shards import Shards, ShardWriter, read_prompts, token_coun
 from quickbeam.train.target import FrozenTarget, OpenTarget
 from quickbeam.train.trainer import Report, Trainer
 
+LEAST_TOKENS = 1000  # of a plan
+
 
 def existing_text(plan: Plan) -> Shards | None:
     """Return the text that is there. Raises `InvalidInput` for files that are no shards."""
     return Shards(plan.text) if any(plan.text.glob("*.safetensors")) else None
+
+
+def planned(plan: Plan, rates: Rates) -> Plan:
+    """Return the plan with the tokens that `minutes` allows at these rates, where it is given.
+
+    An earlier run for as many minutes has chosen already, in `plan.json`.
+    """
+    if plan.minutes is None:
+        return plan
+    path = plan.out / "plan.json"
+    if path.is_file():
+        earlier = json.loads(path.read_text())
+        if earlier["minutes"] == plan.minutes:
+            return replace(plan, tokens=earlier["tokens"])
+    tokens = max(LEAST_TOKENS, int(60 * plan.minutes * plan.tokens / sum(rates.seconds(plan))))
+    plan.out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"minutes": plan.minutes, "tokens": tokens}) + "\n")
+    return replace(plan, tokens=tokens)
 
 
 class TextStage:
@@ -51,12 +73,15 @@ class TextStage:
     def run(self, report: Callable[[int, float], None], tokens: int) -> None:
         """Write conversations until there are `tokens` tokens of text, or all prompts are answered.
 
-        `report` is called after every pass with the number of tokens, those of conversations that
-        are not complete yet included, and the tokens per second. What is complete stays when it is
-        interrupted, and a prompt that it answers is not answered again. Raises `QuickbeamError` if
-        the text can't be written.
+        A part of the text is what the user gives (`Plan.given`). `report` is called after every
+        pass with the number of tokens, those of conversations that are not complete yet included,
+        and the tokens per second. What is complete stays when it is interrupted, and a prompt that
+        it answers is not answered again. Raises `QuickbeamError` if the text can't be written.
         """
-        plan, earlier, there = self.plan, existing_text(self.plan), self.tokens()
+        plan = self.plan
+        if plan.given is not None and self.tokens() < tokens:
+            self._add_given(plan.given, round((1 - plan.own) * tokens))
+        earlier, there = existing_text(plan), self.tokens()
         prompts = None
         if plan.prompts is not None:
             prompts = [self._encode(messages) for messages in read_prompts(plan.prompts)]
@@ -82,9 +107,17 @@ class TextStage:
             documents=opening_words("documents", plan.languages),
             seed=plan.recipe.seed + 1_000_003 * (shards.files + 1),
         )
-        encode = partial(self._tokenizer.encode, add_special_tokens=False)
-        of, wanted = (self._model, plan.slots, encode), tokens - there
-        writer = text.Writer(*of, template, stops, recipe, prompts, wanted, stepped)
+        writer = text.Writer(
+            self._model,
+            plan.slots,
+            self._encode_text,
+            template,
+            stops,
+            recipe,
+            prompts,
+            tokens - there,
+            stepped,
+        )
         try:
             for conversation in writer:
                 shards.add(conversation)
@@ -94,6 +127,35 @@ class TextStage:
             stepped(0)
         finally:
             shards.flush()
+
+    def _add_given(self, path: Path, tokens: int) -> None:
+        """Add of the user's text until there are `tokens` tokens of it, or no more is there."""
+        earlier = existing_text(self.plan) or ()
+        present = [conversation for conversation in earlier if not conversation.own]
+        count = sum(len(conversation.tokens) for conversation in present)
+        template = None
+        if getattr(self._tokenizer, "chat_template", None):
+            template = text.Template.of(self._tokenizer, self._stops)
+        raw = list(self._tokenizer("")["input_ids"])
+        conversations = given.conversations(
+            given.read_given(path),
+            self._encode_text,
+            template,
+            raw,
+            self.plan.length,
+            self.plan.recipe.seed,
+        )
+        shards = ShardWriter(self.plan.text)
+        for conversation in islice(conversations, len(present), None):
+            if count >= tokens:
+                break
+            shards.add(conversation)
+            count += len(conversation.tokens)
+        shards.flush()
+
+    def _encode_text(self, words: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(words, add_special_tokens=False)
+        return ids
 
     def tokens(self) -> int:
         """Return how many tokens of text there are."""
@@ -174,57 +236,72 @@ def block_config(target: OpenTarget, recipe: Recipe) -> BlockConfig:
 class DrafterStage:
     """Trains a drafter on the text of a `plan`.
 
-    Raises `InvalidInput` if there is no text, or `start` is of another shape.
+    Raises `InvalidInput` if `start` is of another shape.
     """
 
-    def __init__(self, plan: Plan, target: OpenTarget) -> None:
+    def __init__(self, plan: Plan, opened: OpenTarget) -> None:
         self.plan = plan
-        shards = Shards(plan.text)
-        model, recipe = target.loaded.model, plan.recipe
-        config: Any = feature_config(target)
+        model, recipe = opened.loaded.model, plan.recipe
+        config: Any = feature_config(opened)
+        aux_layers = config.layers
         if recipe.kind == recipes.BLOCK:
-            config = block_config(target, recipe)
-        aux_layers = config.aux_layers if recipe.kind == recipes.BLOCK else config.layers
+            config = block_config(opened, recipe)
+            aux_layers = config.aux_layers
         last = model.config.num_hidden_layers + 1
-        self.target = FrozenTarget(model, target.parameters, target.stack, (*aux_layers, last))
-        self.trainer = Trainer(
-            self._drafter(config, TargetParts.of(model)),
-            self.target,
-            plan.text,
-            recipe,
-            max(1, int(plan.tokens * recipe.epochs)),
-            plan.out,
-            trained=plan.start is not None,
-        )
-        if not Artefact.exists(plan.out):
-            self._save_frequent(shards)
+        self.target = FrozenTarget(model, opened.parameters, opened.stack, (*aux_layers, last))
+        self._model = model
+        self._config = config
+        self._trainer: Trainer | None = None
 
-    def _drafter(self, config: Any, parts: TargetParts) -> DrafterTraining:
+    def rates(self) -> Rates:
+        """Measure how fast this machine carries out the plan."""
+        return measure_rates(self.plan, self._model, self.target, self._drafter())
+
+    @property
+    def trainer(self) -> Trainer:
+        """What trains. Raises `InvalidInput` if there is no text."""
+        plan = self.plan
+        if self._trainer is None:
+            total = max(1, int(plan.tokens * plan.recipe.epochs))
+            self._trainer = Trainer(
+                self._drafter(),
+                self.target,
+                plan.text,
+                plan.recipe,
+                total,
+                plan.out,
+                trained=plan.start is not None,
+            )
+            self._save_frequent(self._trainer.shards)
+        return self._trainer
+
+    def _drafter(self) -> DrafterTraining:
         """Return the drafter to be trained: a new one, or that of `start`."""
         plan, target, recipe = self.plan, self.target, self.plan.recipe
-        parts = parts._replace(embedding=target.embedding)
         network: Any
         if recipe.kind == recipes.BLOCK:
-            network = new_block_network(config, target, recipe.seed)
-            if plan.start is not None:
-                network = self._started(config, BLOCK, lambda folder: load_block(folder, parts))
+            if plan.start is None:
+                network = new_block_network(self._config, target, recipe.seed)
+            else:
+                network = self._started(plan.start, BLOCK, load_block)
             return BlockTraining(network, recipe.spacing)
-        network = new_feature_network(config, target, recipe.seed)
-        if plan.start is not None:
-            network = self._started(config, EAGLE, lambda folder: load_eagle(folder, parts))
+        if plan.start is None:
+            network = new_feature_network(self._config, target, recipe.seed)
+        else:
+            network = self._started(plan.start, EAGLE, load_eagle)
         return FeatureTraining(network, recipe.ahead)
 
-    def _started(self, config: Any, kind: str, load: Callable[[Any], Any]) -> Any:
-        """Return the network of `start`. Raises `InvalidInput` for one of another shape."""
-        start = self.plan.start
-        if start is None or not is_kind(start, kind):
+    def _started(self, start: Path, kind: str, load: Callable[[Path, TargetParts], Any]) -> Any:
+        """Return the network in the folder `start`. Raises `InvalidInput` for another shape."""
+        if not is_kind(start, kind):
             raise InvalidInput(
                 f"--start {start}: must be the folder of a drafter of --kind "
                 f"{self.plan.recipe.kind}"
             )
-        network = load(start).float().requires_grad_(True)
+        parts = TargetParts.of(self._model)._replace(embedding=self.target.embedding)
+        network = load(start, parts).float().requires_grad_(True)
         differing = list[str]()
-        for name, value in vars(config).items():
+        for name, value in vars(self._config).items():
             there = getattr(network.config, name)
             if name != "embedding_scale" and there != value:
                 differing.append(f"{name} {there} instead of {value}")
@@ -233,13 +310,16 @@ class DrafterStage:
                 f"--start {start}: of another shape ({', '.join(differing)}): give its --depth, "
                 "--block and --rank"
             )
-        network.config = config
+        network.config = self._config
         return network
 
     def _save_frequent(self, shards: Shards) -> None:
-        """Write the tokens by how often the text has them."""
+        """Write the tokens by how often the text has them, where there is no router yet."""
+        out = self.plan.out
+        if Artefact.exists(out) and Artefact.load(out).router is not None:
+            return
         order = ranking(token_counts(shards, len(self.target.head)))
-        Artefact(Layout(order, len(order), 1, len(order)), order, None).save(self.plan.out)
+        Artefact(Layout(order, len(order), 1, len(order)), order, None).save(out)
 
     def run(self, report: Callable[[Report], None], until: float = 1.0) -> HeldOutMetrics:
         """Train up to a share of the run, and return the figures of the drafter.

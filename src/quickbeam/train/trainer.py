@@ -124,7 +124,9 @@ class Trainer:
     def _begin_round(self) -> None:
         """Find the held-out conversations and the frequent tokens of the text of this round."""
         text = self.shards[: self.conversations]
-        self._held = split(text)[1]
+        held = split(text)[1]
+        # a drafter is for what the model writes
+        self._held = [index for index in held if text[index].own] or held
         self._vocabulary = LossVocabulary(
             token_counts(text, len(self.target.head)), self.recipe.loss_vocab
         )
