@@ -22,7 +22,7 @@ USEFUL = 1.3  # the MAT below which a drafter's calls cost about what its drafts
 POSITIONS = 7  # whose agreement fits into a line
 # By turns text is written up to a share of all, and the drafter trained up to a share of its run: a
 # drafter is there soon, and most of the training is on all text.
-TURNS = ((1 / 8, 1 / 24), (1 / 4, 1 / 12), (1 / 2, 1 / 6), (1, 1))
+TURNS = ((1 / 16, 1 / 48), (1 / 8, 1 / 24), (1 / 4, 1 / 12), (1 / 2, 1 / 6), (1, 1))
 METHODS = "ar,logitspec,dyspec:4,dyspec,auto"
 
 
