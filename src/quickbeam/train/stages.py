@@ -15,7 +15,7 @@ from typing import Any
 
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_files import load_block
-from quickbeam.drafters.eagle_files import load_eagle
+from quickbeam.drafters.eagle_files import FileHead, load_eagle, save_eagle
 from quickbeam.drafters.eagle_model import EagleConfig
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.layouts import BLOCK, EAGLE, is_kind
@@ -331,6 +331,11 @@ class DrafterStage:
         if until < 1:
             return held
         self._save_frequent(trainer.shards)
+        if isinstance(trainer.drafter, FeatureTraining) and plan.recipe.head:
+            head = self.target.head
+            order = ranking(token_counts(trainer.shards, len(head)))
+            file_head = FileHead(order[: plan.recipe.head], head)
+            save_eagle(trainer.drafter.network, plan.out, head=file_head)
         record = asdict(plan) | {"seen": trainer.seen, "seconds": trainer.seconds}
         record |= {"text": trainer.shards.tokens, "held_out": held._asdict()}
         (plan.out / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
