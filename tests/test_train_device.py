@@ -52,6 +52,8 @@ def test_a_step_asks_nothing_of_what_the_device_computed(tmp_path, monkeypatch):
 @CUDA
 def test_on_cuda_steps_do_not_wait(tmp_path):
     run = trainer(tmp_path, target("cuda"))
+    for conversation in run.shards:  # each is read once, and the target's pass may wait
+        run._states.read(collate([conversation]))
     batches = run.batches()
     figures = [run._step(next(batches)) for _ in range(3)]  # what is made once may wait
     torch.cuda.set_sync_debug_mode("error")

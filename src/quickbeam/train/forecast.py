@@ -17,8 +17,8 @@ from quickbeam.sampling import Sampler
 from quickbeam.train.base import DrafterTraining
 from quickbeam.train.loss import LossVocabulary
 from quickbeam.train.recipes import Plan, Recipe
-from quickbeam.train.target import FrozenTarget, TrainingBatch, autocast
-from quickbeam.train.trainer import optimizers
+from quickbeam.train.target import FrozenTarget, TrainingBatch
+from quickbeam.train.trainer import optimizers, step_loss
 
 WRITTEN = 6  # tokens of each sequence that are written
 PROMPT = 64  # tokens before them
@@ -44,18 +44,28 @@ def measure_rates(
 ) -> Rates:
     """Measure the rates of a plan's passes. The drafter is changed."""
     recipe = plan.recipe
+    drafter.network.to(target.device)
     generator = torch.Generator().manual_seed(0)
     shape = max(1, recipe.batch // LENGTH), min(recipe.batch, LENGTH)
     tokens = torch.randint(model.vocab_size, shape, generator=generator)
     lengths = torch.full(shape[:1], shape[1])
     batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), lengths)
-    target.read(batch)  # the first pass is slower
-    began = time.perf_counter()
-    batch = target.read(batch)
-    read = time.perf_counter() - began
-    steps = [_step_seconds(recipe, target, drafter, batch, done) for done in (0.0, 0.0, 1.0)]
+    seconds = list[float]()
+    hidden = torch.empty(0)
+    for _ in range(2):  # the first pass is slower
+        began = time.perf_counter()
+        hidden = target.read(batch).hidden
+        seconds.append(_seconds_since(began, hidden))
+    read = tokens.numel() / seconds[-1]
+    steps = [_step_seconds(recipe, target, drafter, batch, hidden, done) for done in (0, 0, 1)]
     train = (steps[1] + steps[2]) / 2  # the first is slower; later steps have more passes
-    return Rates(_write_rate(plan, model), tokens.numel() / read, tokens.numel() / train)
+    return Rates(_write_rate(plan, model), read, tokens.numel() / train)
+
+
+def _seconds_since(began: float, result: torch.Tensor) -> float:
+    """Return the seconds since `began`, once the device has computed `result`."""
+    float(result.detach().flatten()[0])
+    return time.perf_counter() - began
 
 
 def _step_seconds(
@@ -63,21 +73,26 @@ def _step_seconds(
     target: FrozenTarget,
     drafter: DrafterTraining,
     batch: TrainingBatch,
+    hidden: torch.Tensor,
     done: float,
 ) -> float:
-    """Return how long a training step takes if `done` (0 to 1) of the run is over."""
+    """Return how long a training step takes if `done` (0 to 1) of the run is over.
+
+    `batch`: on the CPU. `hidden`: its hidden states.
+    """
     generator = torch.Generator().manual_seed(0)
-    counts = torch.ones(len(target.head))
-    loss_tokens, shift = LossVocabulary(counts, recipe.loss_vocab).sample(batch.tokens, generator)
+    vocabulary = LossVocabulary(torch.ones(len(target.head)), recipe.loss_vocab)
+    made = optimizers(drafter.network, recipe.lr)
     began = time.perf_counter()
     anchors = drafter.sample(batch, False, done, generator)
-    with autocast(target.device):
-        loss = drafter.loss(drafter.draft(batch, anchors), target.head, loss_tokens, shift)
+    sampled = vocabulary.sample(batch.tokens, generator)
+    read = batch.to(target.device)._replace(hidden=hidden)
+    loss = step_loss(drafter, target, read, anchors, sampled, done)
     loss.backward()  # type: ignore[no-untyped-call]
-    for optimizer in optimizers(drafter.network, recipe.lr):
+    for optimizer in made:
         optimizer.step()
         optimizer.zero_grad()
-    return time.perf_counter() - began
+    return _seconds_since(began, next(drafter.network.parameters()))
 
 
 def _write_rate(plan: Plan, model: Model) -> float:

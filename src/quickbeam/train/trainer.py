@@ -21,7 +21,7 @@ import torch
 
 from quickbeam.errors import InvalidInput, QuickbeamError, first_line
 from quickbeam.models.torch.pages import to_device
-from quickbeam.train.base import DrafterTraining
+from quickbeam.train.base import Anchors, DrafterTraining
 from quickbeam.train.held_out import HeldOutMetrics, measure_held_out
 from quickbeam.train.loss import LossVocabulary
 from quickbeam.train.muon import Muon
@@ -69,6 +69,26 @@ def optimizers(network: torch.nn.Module, lr: float) -> list[torch.optim.Optimize
         Muon(matrices, lr),
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
+
+
+def step_loss(
+    drafter: DrafterTraining,
+    target: FrozenTarget,
+    batch: TrainingBatch,
+    anchors: Anchors,
+    sampled: tuple[torch.Tensor, torch.Tensor],
+    done: float,
+) -> torch.Tensor:
+    """Return the loss of a step, a scalar.
+
+    `batch`: with hidden states. `sampled`: of `LossVocabulary.sample`. `done`: how much of the run
+    is over, 0 to 1.
+    """
+    device = target.device
+    tokens, shift = (to_device(column, device) for column in sampled)
+    with autocast(device):
+        drafted = drafter.draft(batch, anchors)
+        return drafter.loss(drafted, target.head, tokens, shift, done)
 
 
 class Trainer:
@@ -236,12 +256,9 @@ class Trainer:
         anchors = self.drafter.sample(batch, answers_only, phase, generator)
         if not anchors.mask.any():
             return torch.zeros(2, device=device)
-        tokens, shift = self._vocabulary.sample(batch.tokens, generator)
-        tokens, shift = to_device(tokens, device), to_device(shift, device)
+        sampled = self._vocabulary.sample(batch.tokens, generator)
         batch = self._states.read(batch)
-        with autocast(device):
-            drafted = self.drafter.draft(batch, anchors)
-            loss = self.drafter.loss(drafted, self.target.head, tokens, shift, phase)
+        loss = step_loss(self.drafter, self.target, batch, anchors, sampled, phase)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
         for optimizer in self._optimizers:
