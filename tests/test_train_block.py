@@ -343,7 +343,8 @@ def test_one_command_writes_trains_and_measures(toy_folder, prompts, tmp_path):
 
 
 def test_prompts_are_answered_once_over_all_runs(toy_folder, prompts, tmp_path):
-    plan, counts = Plan(toy_folder, tmp_path / "out", 10**6, prompts, 4, 64), list[int]()
+    sizes = dict(tokens=10**6, slots=4, length=64)
+    plan, counts = Plan(toy_folder, tmp_path / "out", prompts=prompts, **sizes), list[int]()
 
     def stop(tokens, rate):
         if tokens > 4 * 64:  # more than four unfinished ones can have

@@ -1,7 +1,9 @@
 """Training a feature drafter: its rows, its start, its file, the command."""
 
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from cases import refuses
 from checkpoints import configure
 from gguf_files import model_of, write
-from quickbeam import LLM, SamplingParams
+from quickbeam import LLM, SamplingParams, hub
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_files import FileHead, load_eagle, save_eagle
@@ -254,6 +256,25 @@ def test_one_command_makes_a_drafter_with_its_list_and_router(toy_folder, prompt
         for method in ("dyspec", "chain", "dynaspec", "auto"):
             answer = llm.generate("abc", params, method=method)
             assert answer.token_ids == expected, method
+
+
+def test_a_model_has_the_drafter_that_was_trained_for_it(toy_folder, prompts, cache, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(toy_folder, model)
+    assert hub.drafter_of(str(model)) is None
+    arguments = command("--model", model, "--prompts", prompts, "--epochs", "0.5")
+    assert cli(*arguments, "--only", "text").exit_code == 0
+    assert hub.drafter_of(str(model)) is None
+    assert cli(*arguments, "--only", "drafter").exit_code == 0
+    out = Path(hub.drafter_of(str(model)))
+    assert out.parent == cache / "trained" and (out / "training.json").is_file()
+    with LLM(str(model)) as llm:
+        assert llm.method == "auto" and "dyspec" in llm.methods
+    weights = load_file(model / "model.safetensors")
+    save_file(
+        weights | {"lm_head.weight": weights["lm_head.weight"] * 2}, model / "model.safetensors"
+    )
+    assert hub.drafter_of(str(model)) is None  # other weights
 
 
 def test_a_users_text_is_a_share_of_all(toy_folder, prompts, tmp_path):

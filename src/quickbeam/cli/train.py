@@ -47,13 +47,14 @@ def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: StageOpt
     """Make a drafter for a model from text that the model writes.
 
     It is a feature drafter, with its shortlist, or a block drafter. At the end a bench says how
-    fast the methods are with it. Draft with it by --drafter OUT.
+    fast the methods are with it. Draft with it by --drafter OUT; without --out, a model that comes
+    without a drafter has this one by itself.
 
     Ctrl-C or a kill loses at most a minute; the same command goes on, and the drafter in OUT can be
     used meanwhile. OUT also holds the figures: training.json, log.jsonl, bench.json.
     """
     check_models(plan.model)
-    plan = replace(plan, recipe=recipe)
+    plan = replace(plan, recipe=recipe, out=plan.folder)
     try:
         if stages.only != "shortlist":
             write_and_train(plan, stages.only)
@@ -64,12 +65,12 @@ def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: StageOpt
         if stages.only is None:
             bench.compare(
                 bench.QuestionOptions(limit=stages.limit),
-                bench.TargetOptions(model=plan.model, drafter=str(plan.out)),
-                bench.ReportOptions(METHODS, plan.out / "bench.json"),
+                bench.TargetOptions(model=plan.model, drafter=str(plan.folder)),
+                bench.ReportOptions(METHODS, plan.folder / "bench.json"),
                 SamplingParams(max_tokens=stages.max_tokens),
             )
     except KeyboardInterrupt:
-        say(f"stopped: {plan.out} keeps what was done, and the same command goes on")
+        say(f"stopped: {plan.folder} keeps what was done, and the same command goes on")
         raise
 
 
@@ -140,7 +141,7 @@ def train_drafter(stage: DrafterStage, until: float) -> None:
         return
     if held.mat < USEFUL:
         say(no_gain(plan, held.mat))
-    say(f"written to {plan.out}: quickbeam generate … --drafter {plan.out}")
+    say(f"written to {plan.folder}: quickbeam generate … --drafter {plan.folder}")
 
 
 def progress_line(report: Report) -> str:
@@ -173,10 +174,10 @@ def make_shortlist(plan: Plan, how: ShortlistPlan) -> None:
     with loading_progress(plan.model) as report:
         from quickbeam.train.shortlist import ShortlistTraining
 
-        figures = ShortlistTraining(plan.model, plan.out, how, plan.recipe.seed).run(report)
+        figures = ShortlistTraining(plan.model, plan.folder, how, plan.recipe.seed).run(report)
     for count, (listed, both) in figures.items():
         say(
             f"held-out recall of {count:,} rows and the context: {both:.4f}, of a "
             f"list of as many {listed:.4f}"
         )
-    say(f"written to {plan.out}")
+    say(f"written to {plan.folder}")

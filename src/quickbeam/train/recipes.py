@@ -13,6 +13,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from quickbeam.errors import InvalidInput, did_you_mean
+from quickbeam.hub import trained_folder
 
 FEATURE, BLOCK = "feature", "block"  # kinds of drafters that are trained
 FIXED = {"option": False}  # fields that no option sets
@@ -94,8 +95,9 @@ class Plan:
 
     model: str | None = field(metadata={"common": True})
     """Folder, .gguf file, Hugging Face id or built-in model. Default: the built-in one."""
-    out: Path = field(metadata={"common": True, "metavar": "FOLDER"})
-    """Folder for text, checkpoints and drafter. A second run goes on from there."""
+    out: Path | None = field(default=None, metadata={"common": True, "metavar": "FOLDER"})
+    """Folder for text, checkpoints and drafter. A second run goes on from there. Default: one in
+    the cache, where generate, chat and serve find the drafter of the model by themselves."""
     tokens: int = field(default=4_000_000, metadata={"min": 1000, "common": True})
     """Tokens of text that the model writes."""
     minutes: float | None = field(default=None, metadata={"min": 1, "common": True})
@@ -129,8 +131,13 @@ class Plan:
     """How the drafter is trained."""
 
     @property
+    def folder(self) -> Path:
+        """The folder that `out` names."""
+        return trained_folder(self.model) if self.out is None else self.out
+
+    @property
     def text(self) -> Path:
-        return self.out / "text"
+        return self.folder / "text"
 
 
 @dataclass(frozen=True)

@@ -50,13 +50,13 @@ def planned(plan: Plan, rates: Rates) -> Plan:
     """
     if plan.minutes is None:
         return plan
-    path = plan.out / "plan.json"
+    path = plan.folder / "plan.json"
     if path.is_file():
         earlier = json.loads(path.read_text())
         if earlier["minutes"] == plan.minutes:
             return replace(plan, tokens=earlier["tokens"])
     tokens = max(LEAST_TOKENS, int(60 * plan.minutes * plan.tokens / sum(rates.seconds(plan))))
-    plan.out.mkdir(parents=True, exist_ok=True)
+    plan.folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"minutes": plan.minutes, "tokens": tokens}) + "\n")
     return replace(plan, tokens=tokens)
 
@@ -269,7 +269,7 @@ class DrafterStage:
                 plan.text,
                 plan.recipe,
                 total,
-                plan.out,
+                plan.folder,
                 trained=plan.start is not None,
             )
             self._save_frequent(self._trainer.shards)
@@ -315,7 +315,7 @@ class DrafterStage:
 
     def _save_frequent(self, shards: Shards) -> None:
         """Write the tokens by how often the text has them, where there is no router yet."""
-        out = self.plan.out
+        out = self.plan.folder
         if Artefact.exists(out) and Artefact.load(out).router is not None:
             return
         order = ranking(token_counts(shards, len(self.target.head)))
@@ -335,8 +335,8 @@ class DrafterStage:
             head = self.target.head
             order = ranking(token_counts(trainer.shards, len(head)))
             file_head = FileHead(order[: plan.recipe.head], head)
-            save_eagle(trainer.drafter.network, plan.out, head=file_head)
+            save_eagle(trainer.drafter.network, plan.folder, head=file_head)
         record = asdict(plan) | {"seen": trainer.seen, "seconds": trainer.seconds}
         record |= {"text": trainer.shards.tokens, "held_out": held._asdict()}
-        (plan.out / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
+        (plan.folder / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
         return held
