@@ -64,7 +64,7 @@ class Recipe:
     """Tokens of a training step, padding counted."""
     lr: float = field(default=3e-3, metadata={"min": 1e-7})
     """Highest learning rate."""
-    head: int = field(default=0, metadata={"option": "--file-head", "min": 0})
+    file_head: int = field(default=0, metadata={"min": 0})
     """So many rows of the model's head are written into a feature drafter's file, of the most
     frequent tokens (d2t), as other engines ask for."""
     block: int = field(default=7, metadata={"min": 1, "max": 32})

@@ -331,10 +331,10 @@ class DrafterStage:
         if until < 1:
             return held
         self._save_frequent(trainer.shards)
-        if isinstance(trainer.drafter, FeatureTraining) and plan.recipe.head:
+        if isinstance(trainer.drafter, FeatureTraining) and plan.recipe.file_head:
             head = self.target.head
             order = ranking(token_counts(trainer.shards, len(head)))
-            file_head = FileHead(order[: plan.recipe.head], head)
+            file_head = FileHead(order[: plan.recipe.file_head], head)
             save_eagle(trainer.drafter.network, plan.folder, head=file_head)
         record = asdict(plan) | {"seen": trainer.seen, "seconds": trainer.seconds}
         record |= {"text": trainer.shards.tokens, "held_out": held._asdict()}
