@@ -80,14 +80,18 @@ def drafter_of(model: str | None) -> str | None:
         return None
     if has_mtp(path):
         return MTP
-    trained = trained_folder(name)
+    try:
+        trained = trained_folder(name)
+    except OSError:  # which is named when the model is opened
+        return None
     return str(trained) if (trained / "model.safetensors").is_file() else None
 
 
 def trained_folder(model: str | None) -> Path:
     """Return the folder in the cache where a drafter is trained for a model.
 
-    A folder or file is known by its path and content, so other weights have another drafter.
+    A folder or file is known by its path and content, so other weights have another drafter. Raises
+    `OSError` for a file that can't be read.
     """
     name = DEFAULT if model is None else model
     path = Path(name).expanduser()
