@@ -180,7 +180,7 @@ def block_layers(count: int) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
-def layer_fields(config: Any) -> dict[str, Any]:
+def sizes_and_angles(config: Any) -> dict[str, Any]:
     """Return the fields of a drafter's configuration that are a model's: sizes and angles."""
     rope = {"max_position_embeddings": getattr(config, "max_position_embeddings", None)}
     if parameters := getattr(config, "rope_parameters", None):
@@ -202,7 +202,7 @@ def feature_config(target: OpenTarget) -> EagleConfig:
     config = target.loaded.model.config
     heads = config.num_attention_heads
     return EagleConfig(
-        **layer_fields(config),
+        **sizes_and_angles(config),
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         layers=feature_layers(config.num_hidden_layers),
         vocab_size=target.loaded.model.vocab_size,
@@ -220,7 +220,7 @@ def block_config(target: OpenTarget, recipe: Recipe) -> BlockConfig:
     vocab, named = model.vocab_size, len(tokenizer)
     special = [i for i in tokenizer.added_tokens_decoder if i < vocab]
     return BlockConfig(
-        **layer_fields(model.config),
+        **sizes_and_angles(model.config),
         kv_heads=model.config.num_attention_heads,
         depth=recipe.depth,
         aux_layers=block_layers(model.config.num_hidden_layers),
