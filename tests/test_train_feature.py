@@ -19,8 +19,10 @@ from quickbeam.drafters.eagle_files import FileHead, load_eagle, save_eagle
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.shortlist.shortlist import Artefact
+from quickbeam.models.families import describe
 from quickbeam.models.opening import make_model
 from quickbeam.models.weights.gguf.convert import convert
+from quickbeam.models.weights.parameters import ModelParameters
 from quickbeam.train import feature
 from quickbeam.train.base import Anchors
 from quickbeam.train.feature import FeatureTraining, feature_layers, new_feature_network
@@ -172,6 +174,15 @@ def test_a_toy_target_is_learnt_and_the_file_is_eagle3s(tmp_path):
     record = json.loads((tmp_path / "out" / "config.json").read_text())
     assert record["eagle_aux_hidden_state_layer_ids"] == [1, 2]
     assert record["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1]
+
+
+def test_a_target_that_pytorch_runs_is_read_as_one_of_the_kernels():
+    batch, stack = collate(own_text(model(), 3, seed=2)), describe(model())
+    of = FrozenTarget(
+        make_model(model(), native=False), ModelParameters(model()), stack, (*CONFIG.layers, 3)
+    )
+    torch.testing.assert_close(of.read(batch).hidden, target().read(batch).hidden)
+    assert torch.equal(of.head, target().head)
 
 
 def test_a_head_in_the_file_drafts_what_the_targets_does(tmp_path):
