@@ -469,7 +469,7 @@ def opened(given: Namespace, sizes: Sizes, put: Put) -> LLM:
     name = sizes.shapes[0]
     put("model", f"random weights of {name}'s shape: tokens a second of drafts mean nothing")
     model = random_model(name, pick_device(given.device))
-    place = given.drafter or (None if given.small else hub.shipped_drafter(None))
+    place = given.drafter or (None if given.small else hub.drafter_of(None))
     load = None if place is None else partial(load_drafter, place)
     loaded = LoadedModel(model, NullTokenizer(), set(), {})
     options = LLMOptions(max_running=most, memory_of_answers=0)

@@ -28,8 +28,7 @@ from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import METHODS
 from quickbeam.models import builtin
 from quickbeam.params import SamplingParams
-from quickbeam.train import stages
-from quickbeam.train.block import HeldOutMetrics
+from quickbeam.train.held_out import HeldOutMetrics
 from quickbeam.train.recipes import Plan
 from quickbeam.train.trainer import Report
 from scripts import cli
@@ -420,21 +419,16 @@ def test_without_a_terminal_what_happens_once_is_a_line(run, capsys, monkeypatch
 
 
 @pytest.mark.parametrize(("mat", "gains"), [(1.0, False), (1.29, False), (2.5, True)])
-def test_training_says_where_the_drafter_gains_nothing_yet(monkeypatch, capsys, mat, gains):
+def test_training_says_where_the_drafter_gains_nothing_yet(capsys, mat, gains):
     held = HeldOutMetrics([0.412] * 12, [0.1] * 12, mat, 1.0)
     report = Report(9, 1234, 0.001, 12.3456, 99.9, 5.0, held)
-    trainer = SimpleNamespace(total=8000, report_every=300.0)
 
-    class Stage:
-        def __init__(self, plan):
-            self.trainer = trainer
+    def run(trained, until):
+        trained(report)
+        return held
 
-        def run(self, trained):
-            trained(report)
-            return held
-
-    monkeypatch.setattr(stages, "BlockStage", Stage)
-    train.make_drafter(Plan(None, Path("out"), tokens=2000))
+    stage = SimpleNamespace(plan=Plan(None, Path("out"), tokens=2000), run=run)
+    train.train_drafter(stage, 1)
     said = capsys.readouterr().err
     assert max(map(len, said.splitlines())) <= 90
     assert "0.1%: loss 12.346, agreement 0.41" in said and "0.41 …" in said

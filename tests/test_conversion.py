@@ -12,8 +12,6 @@ from quickbeam import LLM
 from quickbeam.hub.cache import is_complete
 from quickbeam.models.transformers_class import load_model
 from quickbeam.models.weights.gguf.convert import convert
-from quickbeam.train.recipes import Plan
-from quickbeam.train.stages import TextStage
 
 CPU = torch.device("cpu")
 ENDS = ("<|im_end|>", "<|endoftext|>")
@@ -67,7 +65,6 @@ def test_a_folders_numbers_are_those_of_the_blocks(kind, tmp_path):
         assert torch.equal(got, wanted), name
 
 
-def test_training_and_peers_are_given_folders(file, tmp_path):
-    words = "is a .gguf file, and training and the method hf read a model's folder"
+def test_peers_are_given_folders(file):
+    words = "is a .gguf file, and the method hf reads a model's folder"
     refuses(words, load_model, str(file), torch.float32, CPU)
-    refuses(words, TextStage, Plan(str(file), tmp_path))

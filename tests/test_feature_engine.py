@@ -132,5 +132,5 @@ def test_the_shipped_drafter_drafts_for_the_default_model(smollm2):
         drafted = llm.chat(messages, params, method=method)
         assert drafted.token_ids == plain.token_ids
         assert drafted.statistics.mean_accepted_tokens > 1.4
-    card = (Path(hub.shipped_drafter(None) or "") / "README.md").read_text()
+    card = (Path(hub.drafter_of(None) or "") / "README.md").read_text()
     assert "quickbeam train --only drafter" in card and "| 1 |" in card

@@ -156,7 +156,7 @@ def test_a_head_in_a_gguf_file_drafts_by_itself(tmp_path):
     kinds = {"attn": gguf.GGMLQuantizationType.Q8_0, "ffn": gguf.GGMLQuantizationType.Q5_0}
     head.open_file(file, "qwen35", torch.bfloat16, kinds=kinds)
     same_as_plain(head.target, head.drafter)
-    assert hub.shipped_drafter(str(file)) == "mtp"
+    assert hub.drafter_of(str(file)) == "mtp"
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     with LLM(str(file)) as llm:
         drafted, plain = (llm.generate("abc abc", params, method=one) for one in ("dyspec", "ar"))
@@ -167,7 +167,7 @@ def test_a_head_in_a_gguf_file_drafts_by_itself(tmp_path):
     write(tmp_path / "lacks.gguf", "qwen35", head.model, behind=behind)
     refuses(r"lack.*up_proj", LLM, str(tmp_path / "lacks.gguf"))
     write(tmp_path / "none.gguf", "qwen35", head.model)
-    assert hub.shipped_drafter(str(tmp_path / "none.gguf")) is None
+    assert hub.drafter_of(str(tmp_path / "none.gguf")) is None
     refuses("no MTP head of a known layout", LLM, str(tmp_path / "none.gguf"), drafter="mtp")
 
 
@@ -216,9 +216,9 @@ def with_head(folder, source, **changes):
 
 
 def test_a_head_in_the_models_own_files_drafts_by_itself(toy_folder, tmp_path):
-    assert hub.shipped_drafter(toy_folder) is None
+    assert hub.drafter_of(toy_folder) is None
     folder = with_head(tmp_path / "model", toy_folder)
-    assert hub.shipped_drafter(str(folder)) == "mtp"
+    assert hub.drafter_of(str(folder)) == "mtp"
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     with LLM(str(folder)) as llm, LLM(toy_folder, "ar") as plain:
         assert llm.method == "auto" and "dyspec" in llm.methods

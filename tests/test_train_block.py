@@ -1,5 +1,6 @@
 """Training a block drafter: its mask, its loss, checkpoints, the command."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -19,14 +20,17 @@ from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import QuickbeamError
-from quickbeam.models.opening import make_model
-from quickbeam.train import block
-from quickbeam.train.block import Blocks, block_loss, draft, logits, new_network, sample_blocks
+from quickbeam.models.families import describe
+from quickbeam.models.opening import LoadedModel, make_model
+from quickbeam.models.weights.parameters import ModelParameters
+from quickbeam.train import block, loss
+from quickbeam.train.base import Anchors, sample_anchors
+from quickbeam.train.block import BlockTraining, new_block_network
 from quickbeam.train.recipes import Plan, Recipe
 from quickbeam.train.router import ranking
-from quickbeam.train.shards import ConversationTokens, Shards, collate, split
+from quickbeam.train.shards import ConversationTokens, Shards, collate, split, token_counts
 from quickbeam.train.stages import TextStage, block_config
-from quickbeam.train.target import FrozenTarget
+from quickbeam.train.target import FrozenTarget, OpenTarget, open_target
 from quickbeam.train.trainer import Trainer
 from quickbeam.tree import TokenTree
 from scripts import cli
@@ -62,7 +66,8 @@ def own_text(target, count, seed=0):
 
 
 def test_a_drafter_for_gemma_has_its_scale_and_one_kind_of_angles(toy_folder):
-    config = block_config(tiny("gemma3-window"), AutoTokenizer.from_pretrained(toy_folder), SMALL)
+    tokenizer = AutoTokenizer.from_pretrained(toy_folder)
+    config = block_config(opened(tiny("gemma3-window"), tokenizer), SMALL)
     assert math.isclose(config.embedding_scale, 32**0.5, rel_tol=1e-3)
     assert BlockConfig.of(config.record(), 32, config.vocab_size) == config
 
@@ -74,20 +79,31 @@ def text(tmp_path_factory):
     return folder
 
 
+def opened(made, tokenizer=None):
+    """A model of transformers as `open_target` opens one."""
+    stack, parameters = describe(made), ModelParameters(copy.deepcopy(made))
+    return OpenTarget(LoadedModel(make_model(made), tokenizer, set(), {}), parameters, stack)
+
+
+def frozen(made, aux_layers):
+    target = opened(made)
+    return FrozenTarget(target.loaded.model, target.parameters, target.stack, aux_layers)
+
+
 def target():
-    return FrozenTarget(model(), (*CONFIG.aux_layers, 3))
+    return frozen(model(), (*CONFIG.aux_layers, 3))
 
 
 def trainer(text, folder, tokens=4000, recipe=SMALL, every=0.0):
     of = target()
-    network = new_network(CONFIG, of, 0)
-    return Trainer(network, of, text, recipe, tokens, folder, every, report_every=0.0)
+    drafter = BlockTraining(new_block_network(CONFIG, of, 0), recipe.spacing)
+    return Trainer(drafter, of, text, recipe, tokens, folder, every, report_every=0.0)
 
 
 def lively(of, config=CONFIG):
     """A network whose weights are large enough for all of its inputs to show."""
     torch.manual_seed(0)
-    made = new_network(config, of, 0)
+    made = new_block_network(config, of, 0)
     for parameter in made.parameters():
         parameter.data.add_(0.3 * torch.randn_like(parameter))
     return made.requires_grad_(False)
@@ -115,8 +131,9 @@ def trained_probs(of, made, conversations, anchors):
     """The same by the pass that training makes of many blocks, `[b, a, k, vocab]`."""
     batch = of.read(collate(conversations))
     counts = torch.ones(*anchors.shape, SIZE, dtype=torch.bool)
-    drafted = draft(made, batch, *Blocks(anchors, counts).inputs(of.device))
-    return logits(made, drafted, of.head).softmax(-1).view(*counts.shape, VOCAB)
+    drafter = BlockTraining(made, 1)
+    drafted = drafter.draft(batch, Anchors.of(anchors, counts))
+    return drafter.logits(drafted, of.head).softmax(-1).view(*counts.shape, VOCAB)
 
 
 def difference_to_drafting(config=CONFIG):
@@ -154,15 +171,16 @@ def test_a_wrong_mask_is_noticed(monkeypatch):
 
 @pytest.mark.parametrize("rows", [7, 10_000])
 def test_the_loss_and_its_gradients_are_those_of_the_formula(rows, monkeypatch):
-    monkeypatch.setattr(block, "CPU_ROWS", rows)
+    monkeypatch.setattr(loss, "CPU_ROWS", rows)
     of = target()
     made, batch = lively(of).requires_grad_(True), of.read(collate(own_text(model(), 3, seed=2)))
-    blocks = sample_blocks(batch, SIZE, 2, False, torch.Generator().manual_seed(0))
+    anchors = sample_anchors(batch, SIZE, 2, False, torch.Generator().manual_seed(0))
     chosen, shift = torch.arange(VOCAB), torch.rand(VOCAB)
-    drafted = draft(made, batch, *blocks.inputs(of.device))
-    loss = block_loss(made, drafted, of.head, chosen, shift)
+    drafter = BlockTraining(made, 2)
+    drafted = drafter.draft(batch, anchors)
+    value = drafter.loss(drafted, of.head, chosen, shift)
     p = (drafted.target_hidden @ of.head.T + shift).softmax(-1)
-    log = (logits(made, drafted, of.head) + shift).log_softmax(-1)
+    log = (drafter.logits(drafted, of.head) + shift).log_softmax(-1)
     distance = (p - log.exp()).abs().sum(-1)
     taken = 1 - distance.detach() / 2
     certain = made.confidence(drafted.hidden, drafted.previous).sigmoid()
@@ -172,9 +190,9 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(rows, monkeypatch):
         sure = taken[i] * certain[i].log() + (1 - taken[i]) * (1 - certain[i]).log()
         plain = plain + weight * (-0.1 * p[i] @ log[i] + 0.9 * distance[i] - sure)
         weights += weight
-    torch.testing.assert_close(loss, plain / weights)
+    torch.testing.assert_close(value, plain / weights)
     inputs = list(made.parameters())
-    gradients = torch.autograd.grad(loss, inputs, retain_graph=True)
+    gradients = torch.autograd.grad(value, inputs, retain_graph=True)
     right = torch.autograd.grad(plain / weights, inputs)
     torch.testing.assert_close(gradients, right, atol=1e-6, rtol=1e-3)
 
@@ -280,6 +298,7 @@ def test_weights_after_a_loss_that_is_not_finite_are_never_saved(text, tmp_path)
 
 def command(*arguments):
     sizes = "--tokens 1500 --length 64 --slots 8 --batch 256 --loss-vocab 128 --rank 8 --block 5"
+    sizes += " --kind block"
     return ["train", *sizes.split(), *arguments]
 
 
@@ -294,7 +313,7 @@ def test_one_command_writes_trains_and_measures(toy_folder, prompts, tmp_path):
     assert {"ar", "logitspec", "dyspec", "auto"} <= set(methods)
     assert all(row["identical"] == row["prompts"] for row in methods.values() if row["prompts"])
     ranked = Artefact.load(out).ranking
-    assert torch.equal(ranked, ranking(Shards(out / "text").counts(len(ranked))))
+    assert torch.equal(ranked, ranking(token_counts(Shards(out / "text"), len(ranked))))
     # text and training are done: nothing but the figures
     made = (out / "model.safetensors").read_bytes()
     again = cli(*arguments, "--only", "drafter", "--out", out)
@@ -324,18 +343,20 @@ def test_one_command_writes_trains_and_measures(toy_folder, prompts, tmp_path):
 
 
 def test_prompts_are_answered_once_over_all_runs(toy_folder, prompts, tmp_path):
-    plan, counts = Plan(toy_folder, tmp_path / "out", 10**6, prompts, 4, 64), list[int]()
+    sizes = dict(tokens=10**6, slots=4, length=64)
+    plan, counts = Plan(toy_folder, tmp_path / "out", prompts=prompts, **sizes), list[int]()
 
     def stop(tokens, rate):
         if tokens > 4 * 64:  # more than four unfinished ones can have
             raise KeyboardInterrupt
 
+    target = open_target(toy_folder, torch.device("cpu"))
     with pytest.raises(KeyboardInterrupt):
-        TextStage(plan).run(stop)
+        TextStage(plan, target).run(stop, plan.tokens)
     assert 1 <= len(Shards(plan.text)) < 60
-    TextStage(plan).run(lambda tokens, rate: counts.append(tokens))
+    TextStage(plan, target).run(lambda tokens, rate: counts.append(tokens), plan.tokens)
     assert len(Shards(plan.text)) == 60 and counts[-1] == Shards(plan.text).tokens
-    TextStage(plan).run(lambda tokens, rate: pytest.fail("none is left"))
+    TextStage(plan, target).run(lambda tokens, rate: pytest.fail("none is left"), plan.tokens)
     encode = AutoTokenizer.from_pretrained(toy_folder).encode
     asked = [encode(f"user: say {i}\n> ") for i in range(60)]
     begun = [one.tokens[: int(one.answer.int().argmax())].tolist() for one in Shards(plan.text)]

@@ -9,12 +9,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from cases import before
 from quickbeam.train import muon
-from quickbeam.train.block import new_network
+from quickbeam.train.block import BlockTraining, new_block_network
 from quickbeam.train.muon import Muon
 from quickbeam.train.shards import collate
-from quickbeam.train.target import FrozenTarget, StateCache, StateFiles
+from quickbeam.train.target import StateCache, StateFiles
 from quickbeam.train.trainer import Trainer
-from test_train_block import CONFIG, SMALL, model, own_text
+from test_train_block import CONFIG, SMALL, frozen, model, own_text
 from test_train_shortlist import written
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -22,13 +22,13 @@ KEPT = {"memory": lambda folder: {}, "files": StateFiles}
 
 
 def target(device="cpu"):
-    return FrozenTarget(model().to(device), (*CONFIG.aux_layers, 3))
+    return frozen(model().to(device), (*CONFIG.aux_layers, 3))
 
 
 def trainer(folder, of):
     written(folder / "text", own_text(model(), 20))
-    network = new_network(CONFIG, of, 0)
-    return Trainer(network, of, folder / "text", SMALL, 10**6, folder / "out", 1e9, 1e9)
+    drafter = BlockTraining(new_block_network(CONFIG, of, 0), SMALL.spacing)
+    return Trainer(drafter, of, folder / "text", SMALL, 10**6, folder / "out", 1e9, 1e9)
 
 
 def test_a_step_asks_nothing_of_what_the_device_computed(tmp_path, monkeypatch):
@@ -38,8 +38,9 @@ def test_a_step_asks_nothing_of_what_the_device_computed(tmp_path, monkeypatch):
     with ExitStack() as stack:
 
         def valueless(batch):
+            hidden = read(batch)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            return read(batch)
+            return hidden
 
         monkeypatch.setattr(of, "read", valueless)
         figures = run._step(next(run.batches()))
@@ -51,6 +52,8 @@ def test_a_step_asks_nothing_of_what_the_device_computed(tmp_path, monkeypatch):
 @CUDA
 def test_on_cuda_steps_do_not_wait(tmp_path):
     run = trainer(tmp_path, target("cuda"))
+    for conversation in run.shards:  # each is read once, and the target's pass may wait
+        run._states.read(collate([conversation]))
     batches = run.batches()
     figures = [run._step(next(batches)) for _ in range(3)]  # what is made once may wait
     torch.cuda.set_sync_debug_mode("error")
@@ -95,8 +98,8 @@ def test_hidden_states_of_another_target_are_not_taken(tmp_path):
     with torch.no_grad():
         other.get_input_embeddings().weight.mul_(2)
     for of in (
-        FrozenTarget(other, (*CONFIG.aux_layers, 3)),
-        FrozenTarget(model(), (*CONFIG.aux_layers, 2)),
+        frozen(other, (*CONFIG.aux_layers, 3)),
+        frozen(model(), (*CONFIG.aux_layers, 2)),
     ):
         right = of.read(texts).hidden
         assert torch.equal(StateCache.of(of, tmp_path).read(texts).hidden, right)

@@ -230,7 +230,7 @@ def test_bad_input_to_the_command(toy_folder, folder, monkeypatch):
     assert "without a head of its own" in refused()
     (folder / "model.safetensors").unlink()
     assert "has no weights" in refused()
-    monkeypatch.setattr(shortlist, "load_target", None)  # what follows is refused without the model
+    monkeypatch.setattr(shortlist, "open_target", None)  # what follows is refused without the model
     BlockNetwork(BlockConfig(32, 64, 4, 2, 8, 1, (1,), 32, 257, 4, 256)).save(folder)
     assert "holds a block drafter" in refused()
     shutil.rmtree(folder / "text")

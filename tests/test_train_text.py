@@ -8,9 +8,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PhiConfig
 
 from cases import refuses
+from quickbeam.cli import train
 from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
-from quickbeam.train import stages
 from quickbeam.train.recipes import Plan
 from quickbeam.train.text import Dialogue, Template, TextRecipe, Writer
 
@@ -173,4 +173,4 @@ def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(ch
 @pytest.mark.parametrize("languages", ["en,tlh", ""])
 def test_an_unknown_language_is_named_before_the_model_is_loaded(languages, tmp_path):
     with pytest.raises(InvalidInput, match=r"language .* choose among en, code"):
-        stages.TextStage(Plan("no such model", tmp_path, languages=languages))
+        train.write_and_train(Plan("no such model", tmp_path, languages=languages), None)

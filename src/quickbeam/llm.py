@@ -127,7 +127,7 @@ class LLM:
         )
 
         # its drafter
-        drafter = options.drafter or hub.shipped_drafter(options.source)
+        drafter = options.drafter or hub.drafter_of(options.source)
         if drafter == MTP and options.drafter is None and not runs_mtp(loaded.model):
             drafter = None
 

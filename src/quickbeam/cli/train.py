@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING
 from quickbeam.cli import bench
 from quickbeam.cli.common import check_models, loading_progress, progress_bar, say
 from quickbeam.params import SamplingParams
-from quickbeam.train.recipes import Plan, Recipe, ShortlistPlan
+from quickbeam.train.recipes import FEATURE, Plan, Recipe, ShortlistPlan, opening_words
 
 if TYPE_CHECKING:
-    from quickbeam.train.block import HeldOutMetrics
+    from quickbeam.train.forecast import Rates
+    from quickbeam.train.held_out import HeldOutMetrics
+    from quickbeam.train.stages import DrafterStage, TextStage
     from quickbeam.train.trainer import Report
 
 USEFUL = 1.3  # the MAT below which a drafter's calls cost about what its drafts save
 POSITIONS = 7  # whose agreement fits into a line
+# By turns text is written up to a share of all, and the drafter trained up to a share of its run: a
+# drafter is there soon, and most of the training is on all text.
+TURNS = ((1 / 16, 1 / 48), (1 / 8, 1 / 24), (1 / 4, 1 / 12), (1 / 2, 1 / 6), (1, 1))
 METHODS = "ar,logitspec,dyspec:4,dyspec,auto"
 
 
@@ -30,7 +35,8 @@ class StageOptions:
     )
     """Carry out one stage. text: write text; drafter: train on the text that is there, which
     another process may add to meanwhile; shortlist: make the shortlist of a feature drafter (EAGLE)
-    that is there. Default: write text, train a block drafter, and measure it."""
+    that is there. Default: write text and train on it by turns, make the shortlist, and measure the
+    drafter."""
     limit: int = field(default=12, metadata={"min": 1})
     """Questions of the bench at the end."""
     max_tokens: int = field(default=64, metadata={"min": 3})
@@ -40,76 +46,102 @@ class StageOptions:
 def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: StageOptions) -> None:
     """Make a drafter for a model from text that the model writes.
 
-    It is a block drafter. At the end a bench says how fast the methods are with it. Draft with it
-    by --drafter OUT.
+    It is a feature drafter, with its shortlist, or a block drafter. At the end a bench says how
+    fast the methods are with it. Draft with it by --drafter OUT; without --out, a model that comes
+    without a drafter has this one by itself.
 
-    Ctrl-C or a kill loses at most a minute; the same command goes on. OUT also holds the figures:
-    training.json, log.jsonl, bench.json.
+    Ctrl-C or a kill loses at most a minute; the same command goes on, and the drafter in OUT can be
+    used meanwhile. OUT also holds the figures: training.json, log.jsonl, bench.json.
     """
     check_models(plan.model)
-    plan = replace(plan, recipe=recipe)
-    if stages.only == "shortlist":
-        make_shortlist(plan, shortlist)
-        return
+    plan = replace(plan, recipe=recipe, out=plan.folder)
     try:
-        if stages.only != "drafter":
-            write_text(plan)
+        if stages.only != "shortlist":
+            write_and_train(plan, stages.only)
             gc.collect()
-        if stages.only != "text":
-            make_drafter(plan)
+        if stages.only == "shortlist" or (stages.only is None and recipe.kind == FEATURE):
+            make_shortlist(plan, shortlist)
             gc.collect()
         if stages.only is None:
             bench.compare(
                 bench.QuestionOptions(limit=stages.limit),
-                bench.TargetOptions(model=plan.model, drafter=str(plan.out)),
-                bench.ReportOptions(METHODS, plan.out / "bench.json"),
+                bench.TargetOptions(model=plan.model, drafter=str(plan.folder)),
+                bench.ReportOptions(METHODS, plan.folder / "bench.json"),
                 SamplingParams(max_tokens=stages.max_tokens),
             )
     except KeyboardInterrupt:
-        say(f"stopped: {plan.out} keeps what was done, and the same command goes on")
+        say(f"stopped: {plan.folder} keeps what was done, and the same command goes on")
         raise
 
 
-def write_text(plan: Plan) -> None:
-    """Write text until there is enough."""
+def write_and_train(plan: Plan, only: str | None) -> None:
+    """Write text and train on it by turns; or `only` one of both."""
+    opening_words("questions", plan.languages)  # refused before the model is loaded
     with loading_progress(plan.model):
-        from quickbeam.train.stages import TextStage, existing_text
+        from quickbeam.models.weights.formats import pick_device
+        from quickbeam.train.shards import Shards
+        from quickbeam.train.stages import DrafterStage, TextStage, planned
+        from quickbeam.train.target import open_target
 
-        there = existing_text(plan)
-        if there is not None and there.tokens >= plan.tokens:
-            return
-        stage = TextStage(plan)
-    say(f"writing {plan.tokens:,} tokens of text into {plan.text}")
+        if only == "drafter":
+            Shards(plan.text)  # refused before the model is loaded
+        target = open_target(plan.model, pick_device(None))
+        rates = DrafterStage(plan, target).rates()
+        plan = planned(plan, rates)
+        text, drafter = TextStage(plan, target), DrafterStage(plan, target)
+    say(plan_text(plan, rates))
+    for share, until in TURNS if only is None else TURNS[-1:]:
+        if only != "drafter":
+            write_text(text, round(plan.tokens * share))
+        if only != "text":
+            train_drafter(drafter, until)
+
+
+def plan_text(plan: Plan, rates: Rates) -> str:
+    """Return what is going to be done, and how long that takes at these rates."""
+    visits = int(plan.tokens * plan.recipe.epochs)
+    write, read, train = rates.seconds(plan)
+    share, until = TURNS[0]
+    first = share * (write + read) + until * train
+    return (
+        f"{plan.tokens:,} tokens of text: {minutes(write)} to write, {minutes(read)} to read\n"
+        f"{visits:,} tokens to train on: {minutes(train)}; a first drafter in {minutes(first)}\n"
+        "a line every 5 minutes says what it accepts of held-out answers"
+    )
+
+
+def minutes(seconds: float) -> str:
+    return f"{max(1, round(seconds / 60)):,} min"
+
+
+def write_text(stage: TextStage, tokens: int) -> None:
+    """Write text until there are so many tokens."""
     with progress_bar("text") as show:
 
         def wrote(count: int, rate: float) -> None:
-            left = timedelta(seconds=round((plan.tokens - count) / max(rate, 1e-9)))
-            show(f"text: {count:,} tokens, {rate:.0f} a second, {left} left", count / plan.tokens)
+            left = timedelta(seconds=round((tokens - count) / max(rate, 1e-9)))
+            show(f"text: {count:,} tokens, {rate:.0f} a second, {left} left", count / tokens)
 
-        stage.run(wrote)
-    written = existing_text(plan)
-    say(f"text: {written.tokens if written else 0:,} tokens")
+        stage.run(wrote, tokens)
+    say(f"text: {stage.tokens():,} tokens")
 
 
-def make_drafter(plan: Plan) -> None:
-    """Train a block drafter on the text that is there."""
-    with loading_progress(plan.model):
-        from quickbeam.train.stages import BlockStage
-
-        stage = BlockStage(plan)
-    trainer = stage.trainer
-    say(f"training on {trainer.total:,} tokens: a line every {trainer.report_every:.0f} s")
+def train_drafter(stage: DrafterStage, until: float) -> None:
+    """Train a drafter up to a share of its run on the text that is there."""
+    plan = stage.plan
     with progress_bar("training") as show:
 
         def trained(report: Report) -> None:
             show(f"training: loss {report.loss:.3f}, {report.rate:.0f} tokens/s", report.done)
             say(progress_line(report))
 
-        held = stage.run(trained)
-    say(f"held-out agreement by position: {agreements(held)}; MAT {held.mat:.2f}")
+        held = stage.run(trained, until)
+    say(f"{until:.0%}: held-out agreement by position {agreements(held)}; MAT {held.mat:.2f}")
+    if until < 1:
+        return
     if held.mat < USEFUL:
         say(no_gain(plan, held.mat))
-    say(f"written to {plan.out}: quickbeam generate … --drafter {plan.out}")
+    say(f"written to {plan.folder}: quickbeam generate … --drafter {plan.folder}")
 
 
 def progress_line(report: Report) -> str:
@@ -142,10 +174,10 @@ def make_shortlist(plan: Plan, how: ShortlistPlan) -> None:
     with loading_progress(plan.model) as report:
         from quickbeam.train.shortlist import ShortlistTraining
 
-        figures = ShortlistTraining(plan.model, plan.out, how, plan.recipe.seed).run(report)
+        figures = ShortlistTraining(plan.model, plan.folder, how, plan.recipe.seed).run(report)
     for count, (listed, both) in figures.items():
         say(
             f"held-out recall of {count:,} rows and the context: {both:.4f}, of a "
             f"list of as many {listed:.4f}"
         )
-    say(f"written to {plan.out}")
+    say(f"written to {plan.folder}")

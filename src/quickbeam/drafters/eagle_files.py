@@ -1,4 +1,4 @@
-"""Reads a feature drafter's folder, in any layout of EAGLE that `layouts.py` has.
+"""Reads and writes a feature drafter's folder, in any layout of EAGLE that `layouts.py` has.
 
 The stored tensors decide what they can show: biases, heads, an embedding of its own. The
 configuration decides the rest. A tensor that has no place in the network is an error.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.folder import (
+    SIZES,
     Parts,
     TargetParts,
     assemble,
@@ -22,14 +24,16 @@ from quickbeam.drafters.folder import (
     named_errors,
     read_tensors,
     refuse_other_target,
+    write_folder,
 )
-from quickbeam.drafters.layouts import EAGLE, LAYOUTS, OWN_EAGLE, Fields, layout_of
+from quickbeam.drafters.layouts import EAGLE, EAGLE3, LAYOUTS, OWN_EAGLE, Fields, layout_of
 from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
 from quickbeam.models.weights.checkpoint import read_json
 
 DROPPED = "model_type", "activation", "input_norm", "mlp_bias"  # of older configurations
+TARGET_HEAD = "quickbeam_target_head"  # in a configuration: a stored head's rows are the target's
 ROWS = 64  # how many rows of the embedding are compared with the target's
 # tensors that the network doesn't need, that are read by name, or that it makes itself
 IGNORED = {
@@ -69,7 +73,8 @@ def load_eagle(folder: Path, target: TargetParts) -> EagleHead:
             ignored = set(IGNORED)
             if config.own_embedding:
                 ignored.remove("embed_tokens.weight")
-            if config.join == "input":  # EAGLE and EAGLE-2 use the target's head
+            if config.join == "input" or fields.get(TARGET_HEAD):
+                # EAGLE and EAGLE-2 use the target's head
                 ignored.add("lm_head.weight")
         with torch.device("meta"):
             network = EagleHead(config, target.embedding, target.head)
@@ -111,8 +116,9 @@ def _config(
     same_size = size == target.size
     own_embedding = embedding is not None and (not same_size or _differs(embedding, target))
     embedded = len(embedding) if own_embedding and embedding is not None else target.vocab
-    lm_head = state.get("lm_head.weight") if wide else None
-    draft_vocab = fields.get("draft_vocab_size") or (vocab if lm_head is None else len(lm_head))
+    lm_head = state.get("lm_head.weight") if wide and not fields.get(TARGET_HEAD) else None
+    draft_vocab = vocab if fields.get(TARGET_HEAD) else fields.get("draft_vocab_size")
+    draft_vocab = draft_vocab or (vocab if lm_head is None else len(lm_head))
     if activation != "silu":
         raise InvalidInput(f"its config says hidden_act: {activation!r}; known: silu")
     if wide and lm_head is None and (draft_vocab != vocab or not same_size):
@@ -204,3 +210,69 @@ def _check_target(config: EagleConfig, tokens: torch.Tensor | None, target: Targ
         )
     if tokens is not None:
         require_distinct(tokens, target.vocab, "its head (d2t), which was made for another model,")
+
+
+class FileHead(NamedTuple):
+    """Rows of the target's `head` `[vocab, d]` that a drafter's file holds: those of `tokens`."""
+
+    tokens: torch.Tensor
+    head: torch.Tensor
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the rows and, as published, the tokens.
+
+        `d2t` is what is added to a row's number to get its token, `t2d` whether a token has a row.
+        """
+        tokens = self.tokens.sort().values
+        has_row = torch.zeros(len(self.head), dtype=torch.bool)
+        has_row[tokens] = True
+        offsets = tokens - torch.arange(len(tokens))
+        return {"lm_head.weight": self.head[tokens], "d2t": offsets, "t2d": has_row}
+
+
+def save_eagle(
+    network: EagleHead,
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    head: FileHead | None = None,
+) -> None:
+    """Write `config.json` and `model.safetensors` in EAGLE-3's layout.
+
+    The drafter has no embedding and no head of its own: an engine gives it the target's. `head`:
+    for engines that want a head in the file; `load_eagle` takes the target's in its place. The
+    configuration numbers hidden states by the layers before them, and in `eagle_config` by the
+    layer that outputs them.
+    """
+    config, modules = network.config, EAGLE3.modules
+    parts = _parts(config, modules)
+    tensors = dict[str, torch.Tensor]()
+    for name, tensor in network.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        stored = parts.get(module, [(module, None)])
+        rows = [count or len(tensor) for _, count in stored]
+        for (stored_module, _), part in zip(stored, tensor.split(rows), strict=True):
+            tensors[f"{stored_module}.{kind}"] = part
+    if head is not None:
+        tensors |= head.tensors()
+    ids = "eagle_aux_hidden_state_layer_ids"
+    record: Fields = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **{stored: getattr(config, field) for field, stored in SIZES.items()},
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.eps,
+        **config.rope,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.vocab_size if head is None else len(head.tokens),
+        TARGET_HEAD: True,
+        "target_hidden_size": config.target_size,
+        ids: list(config.layers),
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            ids: [layer - 1 for layer in config.layers],
+        },
+        "fc_norm": config.feature_norms,
+        "tie_word_embeddings": False,
+    }
+    write_folder(folder, record, tensors, dtype)

@@ -99,6 +99,9 @@ def _eagle(publisher: str, layer: str, fc: str = "fc") -> Layout:
     )
 
 
+EAGLE3 = _eagle("EAGLE-3 (fc.weight, midlayer.*)", "midlayer")
+
+
 # --- block drafters ---
 
 
@@ -234,7 +237,7 @@ LAYOUTS = (
     ),
     Layout("DFlash, DFlash2 and DSpark", BLOCK, _is_block, fields=_flat),
     _eagle("EAGLE and EAGLE-2 (fc.weight, layers.0.*)", "layers.0"),
-    _eagle("EAGLE-3 (fc.weight, midlayer.*)", "midlayer"),
+    EAGLE3,
     _eagle(
         "speculators' eagle and eagle3 (with fusion_fc.weight: transformer.*)",
         "transformer",

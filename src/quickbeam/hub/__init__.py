@@ -19,12 +19,13 @@ from pathlib import Path
 
 from quickbeam.config import DEFAULT_MODEL, ReportProgress
 from quickbeam.errors import InvalidInput, QuickbeamError, first_line
-from quickbeam.hub.cache import cache_folder, folder_bytes, is_complete
+from quickbeam.hub.cache import cache_folder, file_key, folder_bytes, is_complete
 from quickbeam.hub.mtp import MTP, has_mtp
 
 DEFAULT = DEFAULT_MODEL
 # the folder of drafters, each in a folder named as the model that it drafts for
 DRAFTERS = Path(__file__).parents[1] / "drafters"
+TRAINED = "trained"  # the folder in the cache of drafters that `quickbeam train` made
 HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
 PATIENCE = 8.0  # seconds after which the hub counts as out of reach
 CONFIGS = ("config.json", "adapter_config.json")  # a model's folder holds one of them
@@ -63,18 +64,43 @@ def quiet(stage: str, fraction: float | None) -> None:
     """Report no progress."""
 
 
-def shipped_drafter(model: str | None) -> str | None:
-    """Return the drafter that comes with a model, or None.
+def drafter_of(model: str | None) -> str | None:
+    """Return the drafter that a model has by itself, or None.
 
     The drafter of a built-in model is a folder. `MTP` stands for a head in the model's own
-    checkpoint, if that is on this machine. `None` as `model` is the default model.
+    checkpoint, if that is on this machine. A model without one may have one that was trained for it
+    in the cache, a folder as well. `None` as `model` is the default model.
     """
     name = DEFAULT if model is None else model
     if name in EMBEDDED:
         drafter = DRAFTERS / name
         return str(drafter) if (drafter / "config.json").is_file() else None
-    folder = on_this_machine(name)
-    return MTP if folder is not None and has_mtp(folder) else None
+    path = on_this_machine(name)
+    if path is None:
+        return None
+    if has_mtp(path):
+        return MTP
+    try:
+        trained = trained_folder(name)
+    except OSError:  # which is named when the model is opened
+        return None
+    return str(trained) if (trained / "model.safetensors").is_file() else None
+
+
+def trained_folder(model: str | None) -> Path:
+    """Return the folder in the cache where a drafter is trained for a model.
+
+    A folder or file is known by its path and content, so other weights have another drafter. Raises
+    `OSError` for a file that can't be read.
+    """
+    name = DEFAULT if model is None else model
+    path = Path(name).expanduser()
+    if name in EMBEDDED or not path.exists():
+        return cache_folder() / TRAINED / name.replace("/", "--")
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    keys = "".join(file_key(file) for file in files)
+    digest = hashlib.sha256(f"{path.resolve()} {keys}".encode()).hexdigest()
+    return cache_folder() / TRAINED / f"{path.stem}-{digest[:16]}"
 
 
 def on_this_machine(model: str) -> Path | None:

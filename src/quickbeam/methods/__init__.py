@@ -22,7 +22,7 @@ from quickbeam.config import (
     parse_budget,
 )
 from quickbeam.errors import InvalidInput, did_you_mean
-from quickbeam.hub import check_hub, check_source, shipped_drafter
+from quickbeam.hub import check_hub, check_source, drafter_of
 
 if TYPE_CHECKING:
     from quickbeam.drafters.base import Drafter
@@ -122,7 +122,7 @@ def check_options(options: LLMOptions) -> None:
 
     It looks at names and files alone, before PyTorch is imported or anything is loaded.
     """
-    has_drafter = (options.drafter or shipped_drafter(options.source)) is not None
+    has_drafter = (options.drafter or drafter_of(options.source)) is not None
     method = stand_in(options.method, has_drafter)
     check_vocab(options.vocab or preset(method).vocab)
     names = [options.source, None if options.drafter is None else fspath(options.drafter)]

@@ -1,4 +1,4 @@
-"""Loads a model as transformers' own class, with weights by our reader: for training and peers.
+"""Loads a model as transformers' own class, with weights by our reader: for peers.
 
 No answer is computed by such a model: `opening.py` opens those that run.
 """
@@ -37,7 +37,10 @@ def load_model(
 
     Raises `InvalidInput` as `open_checkpoint` does, and for a `.gguf` file.
     """
-    refuse_file(model)
+    if model.endswith(".gguf"):
+        raise InvalidInput(
+            f"{model} is a .gguf file, and the method hf reads a model's folder: give the folder"
+        )
     checkpoint = open_checkpoint(model, dtype)
     assert not isinstance(checkpoint, GgufCheckpoint)
     config: Any = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
@@ -63,15 +66,6 @@ def load_model(
         loaded.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
     fix_angles(loaded)
     return loaded.to(device), _tokenizer(tokenizer_folder(checkpoint))
-
-
-def refuse_file(model: str) -> None:
-    """Raise `InvalidInput` for a `.gguf` file, which transformers doesn't run from our reader."""
-    if model.endswith(".gguf"):
-        raise InvalidInput(
-            f"{model} is a .gguf file, and training and the method hf read a model's folder: give "
-            "the folder"
-        )
 
 
 def fix_angles(model: PreTrainedModel) -> None:

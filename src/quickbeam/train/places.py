@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.feature import OFFERED
 from quickbeam.errors import InvalidInput
+from quickbeam.train.feature import moved_forward, unroll
 from quickbeam.train.shards import Shards, collate, spread_lengths
 from quickbeam.train.target import FrozenTarget, TrainingBatch, autocast
 
@@ -25,76 +25,6 @@ LIKELY = 48  # the target's likeliest tokens that a place has
 TOKENS_PER_STEP = 3
 FLOATS = 2**25  # logits that are computed at once
 BATCH_TOKENS = 1024  # tokens of the conversations that the drafter runs at once
-
-
-class _UnrolledAttention:
-    """The attention of training-time test (EAGLE-3, 2503.01840, §3.2).
-
-    A row sees the keys of the first pass for all rows up to it. Of each later pass it sees only its
-    own key. `window`: how many of the last positions it sees, None for all.
-    """
-
-    def __init__(self, window: int | None) -> None:
-        self._window = window
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return `[b, n, query heads * size]` of `[b, n, heads, size]`, and keep key and value."""
-        dtype = value.dtype
-        self._keys.append(key.to(dtype).transpose(1, 2))
-        self._values.append(value.transpose(1, 2))
-        out = F.scaled_dot_product_attention(
-            query.to(dtype).transpose(1, 2),
-            torch.cat(self._keys, 2),
-            torch.cat(self._values, 2),
-            self._visible(query.shape[1], query.device),
-            enable_gqa=True,
-        )
-        return out.transpose(1, 2).flatten(2)
-
-    def _visible(self, n: int, device: torch.device) -> torch.Tensor:
-        """Return which keys of all passes each row sees, `[n, passes * n]` bool."""
-        passes = len(self._keys)
-        window = self._window or n + passes
-        itself = torch.eye(n, dtype=torch.bool, device=device)
-        up_to_itself = torch.ones_like(itself).tril()
-        visible = list[torch.Tensor]()
-        for number in range(passes):
-            mask = itself if number else up_to_itself
-            # in the pass before the last, keys stand one position further back, and so on
-            visible.append(mask.triu(passes - number - window))
-        return torch.cat(visible, 1)
-
-
-def moved_forward(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `[b, n, …]` whose row i is row i + count of `x`. The last `count` rows are zero."""
-    if not count:
-        return x
-    return torch.cat([x[:, count:], x.new_zeros(x.shape[0], count, *x.shape[2:])], 1)
-
-
-def unroll(
-    network: EagleHead, batch: TrainingBatch, depths: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Run `depths` passes, and yield of each what it reads, which rows are asked, and its outputs.
-
-    In pass k, row i drafts the token at i + k + 2 from hidden states up to i. It is asked if that
-    token belongs to an answer. The tensors are `[b, n, d]` (the hidden states; a pass also reads
-    the embeddings of the tokens at i + k + 1), `[b, n]` bool, m of them set, and `[m, d]`.
-    """
-    config = network.config
-    attention = _UnrolledAttention(config.window)
-    embedded = network.embedding(batch.tokens).float()
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    hidden = network.fuse(batch.hidden[..., : len(config.layers) * config.target_size].float())
-    for depth in range(depths):
-        following = moved_forward(embedded, depth + 1)
-        drafted_positions = (positions + depth).expand(len(batch.tokens), -1)
-        out = network(hidden, following, drafted_positions, attention)
-        asked = moved_forward(batch.answer, depth + 2)
-        yield hidden, asked, out[asked]
-        hidden = out
 
 
 class Places(NamedTuple):
@@ -164,7 +94,8 @@ def _places_of_batch(
     likely, mass = _likely_tokens(batch, head)
     first_in_text = _first_in_text(batch, len(head))
     first_offered = _first_offered(batch, likely, len(head))
-    for depth, (hidden, asked, _) in enumerate(unroll(network, batch, depths)):
+    for depth, (hidden, _) in enumerate(unroll(network, batch, depths)):
+        asked = moved_forward(batch.answer, depth + 2)
         # hidden states are known up to `position`, so the root is the token after it
         conversation, position = asked.cpu().nonzero(as_tuple=True)
         drafted = position + 1 + depth  # whose logits give the token that is drafted

@@ -13,7 +13,9 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from quickbeam.errors import InvalidInput, did_you_mean
+from quickbeam.hub import trained_folder
 
+FEATURE, BLOCK = "feature", "block"  # kinds of drafters that are trained
 FIXED = {"option": False}  # fields that no option sets
 # How the model's own questions and documents begin, by language. An instruct model that is given
 # the chat template up to where a user speaks writes what a user would ask. Half of the questions
@@ -46,26 +48,35 @@ def opening_words(kind: str, languages: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a block drafter is trained.
+    """How a drafter is trained.
 
     The learning rate rises over `warmup` steps, and falls to zero as a cosine.
     """
 
+    kind: str = field(default=FEATURE, metadata={"choices": (FEATURE, BLOCK), "common": True})
+    """What is made. feature: a layer that drafts token by token, as in EAGLE-3; block: layers that
+    draft several tokens in a pass, which need ten times the text."""
     epochs: float = field(default=4, metadata={"min": 0.01})
     """Times the drafter is trained on --tokens of text."""
-    batch: int = field(default=1024, metadata={"min": 64})
+    ahead: int = field(default=4, metadata={"min": 1, "max": 12})
+    """Tokens that a feature drafter is trained to draft on its own drafts."""
+    batch: int = field(default=2048, metadata={"min": 64})
     """Tokens of a training step, padding counted."""
     lr: float = field(default=3e-3, metadata={"min": 1e-7})
     """Highest learning rate."""
+    file_head: int = field(default=0, metadata={"min": 0})
+    """So many rows of the model's head are written into a feature drafter's file, of the most
+    frequent tokens (d2t), as other engines ask for."""
     block: int = field(default=7, metadata={"min": 1, "max": 32})
-    """Tokens that the drafter drafts in a pass."""
+    """Tokens that a block drafter drafts in a pass."""
     depth: int = field(default=2, metadata={"min": 1, "max": 16})
-    """Layers of the drafter."""
+    """Layers of a block drafter."""
     rank: int = field(default=64, metadata={"min": 0})
-    """Rank of the Markov head, which knows the token before each position. 0: no such head."""
+    """Rank of a block drafter's Markov head, which knows the token before each position. 0: no such
+    head."""
     spacing: int = field(default=4, metadata={"min": 1})
-    """A training step drafts a block for so many tokens of text."""
-    loss_vocab: int = field(default=8192, metadata={"min": 16})
+    """A training step drafts a block for so many tokens of text, with --kind block."""
+    loss_vocab: int = field(default=4096, metadata={"min": 16})
     """Tokens of the vocabulary that a training step's loss is taken over."""
     warmup: int = field(default=100, metadata=FIXED)
     """Steps in which the learning rate rises."""
@@ -83,14 +94,24 @@ class Plan:
     """What a drafter is made from."""
 
     model: str | None = field(metadata={"common": True})
-    """Folder, Hugging Face id or built-in model. Default: the built-in one."""
-    out: Path = field(metadata={"common": True, "metavar": "FOLDER"})
-    """Folder for text, checkpoints and drafter. A second run goes on from there."""
-    tokens: int = field(default=6_000_000, metadata={"min": 1000, "common": True})
+    """Folder, .gguf file, Hugging Face id or built-in model. Default: the built-in one."""
+    out: Path | None = field(default=None, metadata={"common": True, "metavar": "FOLDER"})
+    """Folder for text, checkpoints and drafter. A second run goes on from there. Default: one in
+    the cache, where generate, chat and serve find the drafter of the model by themselves."""
+    tokens: int = field(default=4_000_000, metadata={"min": 1000, "common": True})
     """Tokens of text that the model writes."""
+    minutes: float | None = field(default=None, metadata={"min": 1, "common": True})
+    """Choose --tokens so that all takes about so long on this machine, by a measurement."""
     prompts: Path | None = field(default=None, metadata={"common": True, "metavar": "FILE"})
     """Questions of your own, a JSON object a line: {"prompt": …}, {"turns": […]} or
     {"messages": […]}. Default: the model writes questions."""
+    given: Path | None = field(
+        default=None, metadata={"option": "--text", "common": True, "metavar": "PATH"}
+    )
+    """Train on this text, too: a file, all files below a folder, or chats in a .jsonl file with
+    {"messages": […]} a line."""
+    own: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    """With --text: share of the tokens that the model writes itself."""
     slots: int = field(default=64, metadata={"min": 1})
     """Conversations that are written at the same time."""
     length: int = field(default=512, metadata={"min": 32})
@@ -98,7 +119,7 @@ class Plan:
     quote: float = field(default=0.15, metadata={"min": 0, "max": 1})
     """Share of conversations about a longer text, which is made of what was written before."""
     start: Path | None = field(default=None, metadata={"metavar": "FOLDER"})
-    """Begin with the weights of this block drafter, to train it on."""
+    """Begin with the weights of this drafter, which `train` made, to train it on."""
     languages: str = field(
         default="en,code",
         metadata={
@@ -110,8 +131,13 @@ class Plan:
     """How the drafter is trained."""
 
     @property
+    def folder(self) -> Path:
+        """The folder that `out` names."""
+        return trained_folder(self.model) if self.out is None else self.out
+
+    @property
     def text(self) -> Path:
-        return self.out / "text"
+        return self.folder / "text"
 
 
 @dataclass(frozen=True)

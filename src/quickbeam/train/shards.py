@@ -25,12 +25,13 @@ class ConversationTokens(NamedTuple):
     """A conversation of n tokens.
 
     `tokens`: `[n]` int32. `answer`: `[n]` bool, the tokens of the model's answers, which a drafter
-    is for. `temperature`: of the answers.
+    is for. `temperature`: of the answers. `own`: whether the model wrote the answers.
     """
 
     tokens: torch.Tensor
     answer: torch.Tensor
     temperature: float
+    own: bool = True
 
 
 class ShardWriter:
@@ -60,6 +61,7 @@ class ShardWriter:
             "answer": torch.cat([c.answer for c in self._unwritten]),
             "length": torch.tensor([len(c.tokens) for c in self._unwritten]),
             "temperature": torch.tensor([c.temperature for c in self._unwritten]),
+            "own": torch.tensor([c.own for c in self._unwritten]),
         }
         path = self._next_path()
         part = path.with_suffix(".part")
@@ -99,7 +101,8 @@ class Shards(list[ConversationTokens]):
                 tokens = torch.split(tensors["tokens"], lengths)
                 answers = torch.split(tensors["answer"], lengths)
                 temperatures = tensors["temperature"].tolist()
-                self.extend(map(ConversationTokens, tokens, answers, temperatures))
+                own = tensors["own"].tolist() if "own" in tensors else [True] * len(lengths)
+                self.extend(map(ConversationTokens, tokens, answers, temperatures, own))
             except Exception as error:  # safetensors raises its own kinds
                 raise InvalidInput(f"{path} is not a shard of text ({error}): delete it") from error
         if not self:
@@ -109,10 +112,6 @@ class Shards(list[ConversationTokens]):
     def tokens(self) -> int:
         """How many tokens all conversations have together."""
         return sum(len(c.tokens) for c in self)
-
-    def counts(self, vocab: int) -> torch.Tensor:
-        """Return how often each token occurs, `[vocab]` int64."""
-        return torch.bincount(torch.cat([c.tokens for c in self]).long(), minlength=vocab)
 
     def answered_prompts(self, prompts: Sequence[list[int]]) -> list[bool]:
         """Return for each of the `prompts` (token ids) whether the text holds an answer to it.
@@ -128,6 +127,11 @@ class Shards(list[ConversationTokens]):
             answered.append(answers[prompt] > 0)
             answers[prompt] -= 1
         return answered
+
+
+def token_counts(conversations: Sequence[ConversationTokens], vocab: int) -> torch.Tensor:
+    """Return how often each token occurs, `[vocab]` int64."""
+    return torch.bincount(torch.cat([c.tokens for c in conversations]).long(), minlength=vocab)
 
 
 def read_prompts(path: Path) -> list[list[dict[str, str]]]:
@@ -190,7 +194,7 @@ def collate(conversations: Sequence[ConversationTokens]) -> TrainingBatch:
     return TrainingBatch(tokens.long(), answer, lengths)
 
 
-def split(shards: Shards) -> tuple[list[int], list[int]]:
+def split(shards: Sequence[ConversationTokens]) -> tuple[list[int], list[int]]:
     """Return the indices of the conversations to train on, and of those that are held out.
 
     There is at least one of each. Raises `InvalidInput` for fewer than two conversations.

@@ -27,8 +27,8 @@ from quickbeam.models.weights.formats import pick_device
 from quickbeam.train.places import Places, collect_places
 from quickbeam.train.recipes import ShortlistPlan
 from quickbeam.train.router import CLUSTERINGS, halve, ranking, recall, routed, train_router
-from quickbeam.train.shards import Shards, split
-from quickbeam.train.target import FrozenTarget, load_target
+from quickbeam.train.shards import Shards, split, token_counts
+from quickbeam.train.target import FrozenTarget, open_target
 
 HELD_PLACES = 20_000  # the most places that the figures are measured on
 SHARES = (0.01, 0.02, 0.03, 0.06, 0.125, 0.25)  # of the vocabulary, in reports
@@ -80,13 +80,10 @@ class ShortlistTraining:
                 f"{out} holds a block drafter: clusters and routers are for feature drafters "
                 "(EAGLE), and its list of frequent tokens was written when it was trained"
             )
-        loaded, _ = load_target(model, pick_device(None))
-        layers = loaded.config.get_text_config().num_hidden_layers
-        head = loaded.get_output_embeddings()
-        vocab, hidden_size = head.weight.shape
-        embedding = loaded.get_input_embeddings()
-        parts = TargetParts(layers, hidden_size, vocab, embedding, head)
-        network = load_eagle(out, parts).float()
+        opened = open_target(model, pick_device(None))
+        loaded = opened.loaded.model
+        vocab, last = loaded.vocab_size, loaded.config.num_hidden_layers + 1
+        network = load_eagle(out, TargetParts.of(loaded)).float()
         config = network.config
         if config.own_head or config.vocab_size != vocab:
             raise InvalidInput(
@@ -95,7 +92,7 @@ class ShortlistTraining:
                 f"{vocab:,}: give the --model that it was trained for, and a drafter without a "
                 "head of its own"
             )
-        self.target = FrozenTarget(loaded, (*config.layers, layers + 1))
+        self.target = FrozenTarget(loaded, opened.parameters, opened.stack, (*config.layers, last))
         self.network = network.to(self.target.device).eval()
         sizes = DEFAULT_SIZES[plan.clusters]
         default_listed = min(max(1, vocab // sizes.vocab_per_listed), sizes.most_listed)
@@ -119,10 +116,8 @@ class ShortlistTraining:
 
         Held-out conversations are not counted.
         """
-        counts = self.shards.counts(len(self.target.head))
-        for i in split(self.shards)[1]:
-            counts -= torch.bincount(self.shards[i].tokens.long(), minlength=len(counts))
-        return counts
+        trained = [self.shards[i] for i in split(self.shards)[0]]
+        return token_counts(trained, len(self.target.head))
 
     def run(self, report: Callable[[str, float | None], None]) -> Figures:
         """Write the artefact and its figures, and return the figures on held-out text."""

@@ -1,4 +1,4 @@
-"""From a model to a block drafter, in stages: write text, train, describe.
+"""From a model to a drafter, in stages: write text, train, describe.
 
 Each stage continues what an earlier run left.
 """
@@ -8,32 +8,34 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
-
-import torch
-from transformers import PreTrainedModel
 
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_files import load_block
-from quickbeam.drafters.folder import TargetParts, embed_scale
-from quickbeam.drafters.layouts import BLOCK, is_kind
+from quickbeam.drafters.eagle_files import FileHead, load_eagle, save_eagle
+from quickbeam.drafters.eagle_model import EagleConfig
+from quickbeam.drafters.folder import TargetParts
+from quickbeam.drafters.layouts import BLOCK, EAGLE, is_kind
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
-from quickbeam.models import builtin
-from quickbeam.models.opening import open_model
 from quickbeam.models.text.chat_template import for_template
-from quickbeam.models.transformers_class import refuse_file
-from quickbeam.models.weights.formats import pick_device
-from quickbeam.train import text
-from quickbeam.train.block import HeldOutMetrics, new_network
+from quickbeam.train import given, recipes, text
+from quickbeam.train.base import DrafterTraining
+from quickbeam.train.block import BlockTraining, new_block_network
+from quickbeam.train.feature import FeatureTraining, feature_layers, new_feature_network
+from quickbeam.train.forecast import Rates, measure_rates
+from quickbeam.train.held_out import HeldOutMetrics
 from quickbeam.train.recipes import Plan, Recipe, opening_words
 from quickbeam.train.router import ranking
-from quickbeam.train.shards import Shards, ShardWriter, read_prompts
-from quickbeam.train.target import FrozenTarget, load_target
+from quickbeam.train.shards import Shards, ShardWriter, read_prompts, token_counts
+from quickbeam.train.target import FrozenTarget, OpenTarget
 from quickbeam.train.trainer import Report, Trainer
+
+LEAST_TOKENS = 1000  # of a plan
 
 
 def existing_text(plan: Plan) -> Shards | None:
@@ -41,42 +43,59 @@ def existing_text(plan: Plan) -> Shards | None:
     return Shards(plan.text) if any(plan.text.glob("*.safetensors")) else None
 
 
+def planned(plan: Plan, rates: Rates) -> Plan:
+    """Return the plan with the tokens that `minutes` allows at these rates, where it is given.
+
+    An earlier run for as many minutes has chosen already, in `plan.json`.
+    """
+    if plan.minutes is None:
+        return plan
+    path = plan.folder / "plan.json"
+    if path.is_file():
+        earlier = json.loads(path.read_text())
+        if earlier["minutes"] == plan.minutes:
+            return replace(plan, tokens=earlier["tokens"])
+    tokens = max(LEAST_TOKENS, int(60 * plan.minutes * plan.tokens / sum(rates.seconds(plan))))
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"minutes": plan.minutes, "tokens": tokens}) + "\n")
+    return replace(plan, tokens=tokens)
+
+
 class TextStage:
-    """Has the model of a `plan` write text. Raises `InvalidInput` for an unknown language."""
+    """Has a model write the text of a `plan`."""
 
-    def __init__(self, plan: Plan) -> None:
-        opening_words("questions", plan.languages)  # refused before anything is loaded
+    def __init__(self, plan: Plan, target: OpenTarget) -> None:
         self.plan = plan
-        folder, device = builtin.resolve(plan.model), pick_device(None)
-        refuse_file(folder)  # which the next stage couldn't read
-        opened = open_model(folder, torch.bfloat16, device)
-        self._model, self._tokenizer = opened.model, opened.tokenizer
-        self._stops = opened.eos_ids
+        self._model = target.loaded.model
+        self._tokenizer = target.loaded.tokenizer
+        self._stops = target.loaded.eos_ids
 
-    def run(self, report: Callable[[int, float], None]) -> None:
+    def run(self, report: Callable[[int, float], None], tokens: int) -> None:
         """Write conversations until there are `tokens` tokens of text, or all prompts are answered.
 
-        `report` is called after every pass with the number of tokens, those of conversations that
-        are not complete yet included, and the tokens per second. What is complete stays when it is
-        interrupted, and a prompt that it answers is not answered again. Raises `QuickbeamError` if
-        the text can't be written.
+        A part of the text is what the user gives (`Plan.given`). `report` is called after every
+        pass with the number of tokens, those of conversations that are not complete yet included,
+        and the tokens per second. What is complete stays when it is interrupted, and a prompt that
+        it answers is not answered again. Raises `QuickbeamError` if the text can't be written.
         """
-        plan, earlier = self.plan, existing_text(self.plan)
-        there = 0 if earlier is None else earlier.tokens
+        plan = self.plan
+        if plan.given is not None and self.tokens() < tokens:
+            self._add_given(plan.given, round((1 - plan.own) * tokens))
+        earlier, there = existing_text(plan), self.tokens()
         prompts = None
         if plan.prompts is not None:
             prompts = [self._encode(messages) for messages in read_prompts(plan.prompts)]
             if earlier is not None:
                 pairs = zip(prompts, earlier.answered_prompts(prompts), strict=True)
                 prompts = [one for one, done in pairs if not done and len(one) < plan.length - 1]
-        if there >= plan.tokens or prompts == []:
+        if there >= tokens or prompts == []:
             return
         shards = ShardWriter(plan.text)
         began, fresh = time.perf_counter(), 0
 
         def stepped(unfinished: int) -> None:
             here = fresh + unfinished
-            report(min(there + here, plan.tokens), here / (time.perf_counter() - began))
+            report(min(there + here, tokens), here / (time.perf_counter() - began))
 
         template = None if prompts else text.Template.of(self._tokenizer, self._stops)
         stops = template.stops if template else frozenset(self._stops)
@@ -88,18 +107,60 @@ class TextStage:
             documents=opening_words("documents", plan.languages),
             seed=plan.recipe.seed + 1_000_003 * (shards.files + 1),
         )
-        encode = partial(self._tokenizer.encode, add_special_tokens=False)
-        of, wanted = (self._model, plan.slots, encode), plan.tokens - there
-        writer = text.Writer(*of, template, stops, recipe, prompts, wanted, stepped)
+        writer = text.Writer(
+            self._model,
+            plan.slots,
+            self._encode_text,
+            template,
+            stops,
+            recipe,
+            prompts,
+            tokens - there,
+            stepped,
+        )
         try:
             for conversation in writer:
                 shards.add(conversation)
                 fresh += len(conversation.tokens)
-                if there + fresh >= plan.tokens:
+                if there + fresh >= tokens:
                     break
             stepped(0)
         finally:
             shards.flush()
+
+    def _add_given(self, path: Path, tokens: int) -> None:
+        """Add of the user's text until there are `tokens` tokens of it, or no more is there."""
+        earlier = existing_text(self.plan) or ()
+        present = [conversation for conversation in earlier if not conversation.own]
+        count = sum(len(conversation.tokens) for conversation in present)
+        template = None
+        if getattr(self._tokenizer, "chat_template", None):
+            template = text.Template.of(self._tokenizer, self._stops)
+        raw = list(self._tokenizer("")["input_ids"])
+        conversations = given.conversations(
+            given.read_given(path),
+            self._encode_text,
+            template,
+            raw,
+            self.plan.length,
+            self.plan.recipe.seed,
+        )
+        shards = ShardWriter(self.plan.text)
+        for conversation in islice(conversations, len(present), None):
+            if count >= tokens:
+                break
+            shards.add(conversation)
+            count += len(conversation.tokens)
+        shards.flush()
+
+    def _encode_text(self, words: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(words, add_special_tokens=False)
+        return ids
+
+    def tokens(self) -> int:
+        """Return how many tokens of text there are."""
+        there = existing_text(self.plan)
+        return 0 if there is None else there.tokens
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         if not getattr(self._tokenizer, "chat_template", None):
@@ -110,8 +171,8 @@ class TextStage:
         return [int(token) for token in self._tokenizer.apply_chat_template(turns, **how)]
 
 
-def aux_layers(count: int) -> tuple[int, ...]:
-    """Return which hidden states a drafter reads of a model of `count` layers.
+def block_layers(count: int) -> tuple[int, ...]:
+    """Return which hidden states a block drafter reads of a model of `count` layers.
 
     DFlash's rule for three layers is round(1 + i (L - 4) / 2), counted from 0.
     """
@@ -119,85 +180,163 @@ def aux_layers(count: int) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
-def block_config(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> BlockConfig:
+def sizes_and_angles(config: Any) -> dict[str, Any]:
+    """Return the fields of a drafter's configuration that are a model's: sizes and angles."""
+    rope = {"max_position_embeddings": getattr(config, "max_position_embeddings", None)}
+    if parameters := getattr(config, "rope_parameters", None):
+        rope["rope_parameters"] = dict(parameters.get("full_attention", parameters))
+    heads = config.num_attention_heads
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "heads": heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "target_size": config.hidden_size,
+        "eps": getattr(config, "rms_norm_eps", 1e-6),
+        "rope": {name: value for name, value in rope.items() if value is not None},
+    }
+
+
+def feature_config(target: OpenTarget) -> EagleConfig:
+    """Return the shape of a feature drafter for a model: a layer as wide as the model's own."""
+    config = target.loaded.model.config
+    heads = config.num_attention_heads
+    return EagleConfig(
+        **sizes_and_angles(config),
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        layers=feature_layers(config.num_hidden_layers),
+        vocab_size=target.loaded.model.vocab_size,
+        feature_norms=True,
+    )
+
+
+def block_config(target: OpenTarget, recipe: Recipe) -> BlockConfig:
     """Return the shape of a block drafter for a model: layers as wide as the model's own.
 
     It reads the model after the first layer, about half of them, and nearly all. The mask is a
     token that text does not hold: one without a name, or the last special one.
     """
-    config = model.config.get_text_config()
-    count, vocab = config.num_hidden_layers, len(model.get_output_embeddings().weight)
-    rope = {"max_position_embeddings": config.max_position_embeddings}
-    if parameters := getattr(config, "rope_parameters", None):
-        rope["rope_parameters"] = dict(parameters.get("full_attention", parameters))
-    named, heads = len(tokenizer), config.num_attention_heads
+    model, tokenizer = target.loaded.model, target.loaded.tokenizer
+    vocab, named = model.vocab_size, len(tokenizer)
     special = [i for i in tokenizer.added_tokens_decoder if i < vocab]
     return BlockConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        **sizes_and_angles(model.config),
+        kv_heads=model.config.num_attention_heads,
         depth=recipe.depth,
-        aux_layers=aux_layers(count),
-        target_size=config.hidden_size,
+        aux_layers=block_layers(model.config.num_hidden_layers),
         vocab_size=vocab,
         block_size=recipe.block,
         mask_token=vocab - 1 if named < vocab else max(special, default=vocab - 1),
         markov_rank=recipe.rank,
         confidence=True,
-        embedding_scale=embed_scale(model.get_input_embeddings()),
-        eps=getattr(config, "rms_norm_eps", 1e-6),
-        rope=rope,
+        embedding_scale=target.stack.scale,
     )
 
 
-class BlockStage:
-    """Trains a block drafter on the text of a `plan`.
+class DrafterStage:
+    """Trains a drafter on the text of a `plan`.
 
-    Raises `InvalidInput` if there is no text, or `start` is of another shape.
+    Raises `InvalidInput` if `start` is of another shape.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, opened: OpenTarget) -> None:
         self.plan = plan
-        Shards(plan.text)  # refused before anything is loaded
-        model, tokenizer = load_target(plan.model, pick_device(None))
-        config = block_config(model, tokenizer, plan.recipe)
-        count = model.config.get_text_config().num_hidden_layers
-        self.target = FrozenTarget(model, (*config.aux_layers, count + 1))
-        network = new_network(config, self.target, plan.recipe.seed)
-        if plan.start is not None:
-            if not is_kind(plan.start, BLOCK):
-                raise InvalidInput(f"--start {plan.start}: must be the folder of a block drafter")
-            parts = count, config.target_size, config.vocab_size, self.target.embedding
-            network = load_block(plan.start, TargetParts(*parts, torch.nn.Identity()))
-            network = network.float().requires_grad_(True)
-            if differing := [
-                f"{name} {getattr(network.config, name)} instead of {one}"
-                for name, one in vars(config).items()
-                if name != "embedding_scale" and getattr(network.config, name) != one
-            ]:
-                raise InvalidInput(
-                    f"--start {plan.start}: of another shape ({', '.join(differing)}): give its "
-                    "--depth, --block and --rank"
-                )
-            network.config = config
-        total = max(1, int(plan.tokens * plan.recipe.epochs))
-        trained = plan.start is not None
-        self.trainer = Trainer(
-            network, self.target, plan.text, plan.recipe, total, plan.out, trained=trained
-        )
+        model, recipe = opened.loaded.model, plan.recipe
+        config: Any = feature_config(opened)
+        aux_layers = config.layers
+        if recipe.kind == recipes.BLOCK:
+            config = block_config(opened, recipe)
+            aux_layers = config.aux_layers
+        last = model.config.num_hidden_layers + 1
+        self.target = FrozenTarget(model, opened.parameters, opened.stack, (*aux_layers, last))
+        self._model = model
+        self._config = config
+        self._trainer: Trainer | None = None
 
-    def run(self, report: Callable[[Report], None]) -> HeldOutMetrics:
-        """Train, write what was asked for and the figures, and return these.
+    def rates(self) -> Rates:
+        """Measure how fast this machine carries out the plan."""
+        return measure_rates(self.plan, self._model, self.target, self._drafter())
 
-        The tokens by how often the text has them lie beside the drafter from the start.
+    @property
+    def trainer(self) -> Trainer:
+        """What trains. Raises `InvalidInput` if there is no text."""
+        plan = self.plan
+        if self._trainer is None:
+            total = max(1, int(plan.tokens * plan.recipe.epochs))
+            self._trainer = Trainer(
+                self._drafter(),
+                self.target,
+                plan.text,
+                plan.recipe,
+                total,
+                plan.folder,
+                trained=plan.start is not None,
+            )
+            self._save_frequent(self._trainer.shards)
+        return self._trainer
+
+    def _drafter(self) -> DrafterTraining:
+        """Return the drafter to be trained: a new one, or that of `start`."""
+        plan, target, recipe = self.plan, self.target, self.plan.recipe
+        network: Any
+        if recipe.kind == recipes.BLOCK:
+            if plan.start is None:
+                network = new_block_network(self._config, target, recipe.seed)
+            else:
+                network = self._started(plan.start, BLOCK, load_block)
+            return BlockTraining(network, recipe.spacing)
+        if plan.start is None:
+            network = new_feature_network(self._config, target, recipe.seed)
+        else:
+            network = self._started(plan.start, EAGLE, load_eagle)
+        return FeatureTraining(network, recipe.ahead)
+
+    def _started(self, start: Path, kind: str, load: Callable[[Path, TargetParts], Any]) -> Any:
+        """Return the network in the folder `start`. Raises `InvalidInput` for another shape."""
+        if not is_kind(start, kind):
+            raise InvalidInput(
+                f"--start {start}: must be the folder of a drafter of --kind "
+                f"{self.plan.recipe.kind}"
+            )
+        parts = TargetParts.of(self._model)._replace(embedding=self.target.embedding)
+        network = load(start, parts).float().requires_grad_(True)
+        differing = list[str]()
+        for name, value in vars(self._config).items():
+            there = getattr(network.config, name)
+            if name != "embedding_scale" and there != value:
+                differing.append(f"{name} {there} instead of {value}")
+        if differing:
+            raise InvalidInput(
+                f"--start {start}: of another shape ({', '.join(differing)}): give its --depth, "
+                "--block and --rank"
+            )
+        network.config = self._config
+        return network
+
+    def _save_frequent(self, shards: Shards) -> None:
+        """Write the tokens by how often the text has them, where there is no router yet."""
+        out = self.plan.folder
+        if Artefact.exists(out) and Artefact.load(out).router is not None:
+            return
+        order = ranking(token_counts(shards, len(self.target.head)))
+        Artefact(Layout(order, len(order), 1, len(order)), order, None).save(out)
+
+    def run(self, report: Callable[[Report], None], until: float = 1.0) -> HeldOutMetrics:
+        """Train up to a share of the run, and return the figures of the drafter.
+
+        At the end the figures and the frequent tokens are written beside the drafter.
         """
-        plan, shards = self.plan, self.trainer.shards
-        order = ranking(shards.counts(len(self.target.head)))
-        Artefact(Layout(order, len(order), 1, len(order)), order, None).save(plan.out)
-        held = self.trainer.run(report)
-        record = asdict(plan) | {"seen": self.trainer.seen, "seconds": self.trainer.seconds}
-        record |= {"text": self.trainer.shards.tokens, "held_out": held._asdict()}
-        (plan.out / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
+        plan, trainer = self.plan, self.trainer
+        held = trainer.run(report, until)
+        if until < 1:
+            return held
+        self._save_frequent(trainer.shards)
+        if isinstance(trainer.drafter, FeatureTraining) and plan.recipe.file_head:
+            head = self.target.head
+            order = ranking(token_counts(trainer.shards, len(head)))
+            file_head = FileHead(order[: plan.recipe.file_head], head)
+            save_eagle(trainer.drafter.network, plan.folder, head=file_head)
+        record = asdict(plan) | {"seen": trainer.seen, "seconds": trainer.seconds}
+        record |= {"text": trainer.shards.tokens, "held_out": held._asdict()}
+        (plan.folder / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
         return held

@@ -6,26 +6,24 @@ import hashlib
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
-from quickbeam.drafters.folder import embed_scale
-from quickbeam.errors import InvalidInput
 from quickbeam.models import builtin
-from quickbeam.models.base import check_layers
+from quickbeam.models.base import Batch, Chain, Model
+from quickbeam.models.opening import LoadedModel, open_checkpoint, open_model
+from quickbeam.models.stack import Linear, Stack
 from quickbeam.models.torch.pages import to_device
-from quickbeam.models.transformers_class import load_model
+from quickbeam.models.weights.parameters import Parameters, rows_of
 
+SAMPLE = 256  # tokens by whose hidden states targets are told apart
 KEPT_BYTES = 16 << 30  # of hidden states on disk, at most
 
 
@@ -48,102 +46,99 @@ class TrainingBatch(NamedTuple):
         return TrainingBatch(tokens, answer, lengths, self.hidden)
 
 
-def without_cudnn(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which attention is not cuDNN's.
+class OpenTarget(NamedTuple):
+    """A model that writes text and is read, its tokenizer, and its weights by name.
 
-    That plans anew for each shape, 40 ms each (an H200, PyTorch 2.11), and trees have many shapes.
-    """
-    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(others) if device.type == "cuda" else nullcontext()
-
-
-class HiddenStates:
-    """Hidden states between the layers of a model, caught as it runs.
-
-    `layers`: number i, from 1 to the number of layers, means the residual stream after i layers.
-    One more than the number of layers means what the head reads, after the final norm. Raises
-    `InvalidInput` for others, and for a model whose layers are not one list.
+    `loaded`: the model as it is served, with its tokenizer. `parameters`, `stack`: the weights and
+    their names; weights in few bits are widened when they are asked for.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
-        count = model.config.get_text_config().num_hidden_layers
-        check_layers(layers, count)
-        modules = [*decoder_layers(model), model.base_model]
-        self._layers = tuple(layers)
-        self._caught: dict[int, torch.Tensor] = {}
-        self._hooks = [
-            modules[layer - 1].register_forward_hook(partial(self._catch, layer))
-            for layer in set(layers)
-        ]
-
-    def close(self) -> None:
-        """Catch none any more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._caught.clear()
-
-    def _catch(self, layer: int, module: nn.Module, args: Any, out: Any) -> None:
-        self._caught[layer] = out if isinstance(out, torch.Tensor) else out[0]
-
-    def take(self) -> torch.Tensor:
-        """Return `[..., n, len(layers) * d]` of the last forward, in the order of `layers`."""
-        states = torch.cat([self._caught[layer] for layer in self._layers], -1)
-        self._caught.clear()
-        return states
+    loaded: LoadedModel
+    parameters: Parameters
+    stack: Stack
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return a model's layers. Raises `InvalidInput` where they are not one list."""
-    count = model.config.get_text_config().num_hidden_layers
-    lists = (one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == count)
-    for layers in lists:
-        if any(hasattr(module, "layer_idx") for module in layers[0].modules()):
-            return layers
-    raise InvalidInput(
-        f"{type(model).__name__} keeps its layers in no list of {count}, where they are looked for"
-    )
+def open_target(name: str | None, device: torch.device) -> OpenTarget:
+    """Open a model from a folder, a `.gguf` file or a Hugging Face id; None is the built-in one.
+
+    Raises `InvalidInput` as `open_model` does.
+    """
+    path = builtin.resolve(name)
+    loaded = open_model(path, torch.bfloat16, device)
+    checkpoint = open_checkpoint(path, torch.bfloat16)
+    return OpenTarget(loaded, checkpoint, checkpoint.stack)
+
+
+def dense(linear: Linear, parameters: Parameters) -> torch.Tensor:
+    """Return the weights of a product, one below the other, `[outputs, inputs]`."""
+    rows = [rows_of(part, parameters(part.name)) for part in linear.weights]
+    return torch.cat(rows) if len(rows) > 1 else rows[0]
 
 
 class FrozenTarget:
-    """The hidden states of a model's layers, its embedding and its head.
+    """The target as training reads it: hidden states, embedding, head, and weights by name.
 
-    `layers`: numbers as of `HiddenStates`. `head`: `[vocab, d]`. `norm`: the weight of the last
-    norm, `[d]`, where it is found.
+    `aux_layers`: whose hidden states are read (`Model.set_aux_layers`). `head`: `[vocab, d]`, in
+    bfloat16 where the device multiplies that fast. Without AVX-512 or its like, PyTorch multiplies
+    matrices in bfloat16 by plain loops. Measured on AVX2, two cores: 1 GFLOP/s for `x @ head` and
+    19 for `x @ head.T`, and 150 in float32.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
-        self._model = model.requires_grad_(False).eval()
-        self._numbers = tuple(layers)
-        self._hidden_states = HiddenStates(model, layers)
-        self.device: torch.device = model.device
-        self.head: torch.Tensor = model.get_output_embeddings().weight.detach()
-        self.embedding = Embedding(model.get_input_embeddings())
-        self.layers: Sequence[nn.Module] = list(decoder_layers(model))
-        self.norm: torch.Tensor | None = getattr(
-            getattr(model.base_model, "norm", None), "weight", None
-        )
+    def __init__(
+        self, model: Model, parameters: Parameters, stack: Stack, aux_layers: Sequence[int]
+    ) -> None:
+        self._model = model
+        self._aux_layers = tuple(aux_layers)
+        model.set_aux_layers(self._aux_layers)
+        self.parameters, self.stack = parameters, stack
+        self.device = model.device
+        dtype = torch.bfloat16 if fast_bfloat16(self.device) else torch.float32
+        dtype = dtype if model.dtype is torch.bfloat16 else model.dtype
+        self.head = dense(stack.head, parameters).to(self.device, dtype).detach()
+        self.embedding = Embedding(model.embedding, stack.scale)
 
     @torch.no_grad()
     def read(self, batch: TrainingBatch) -> TrainingBatch:
         """Return the batch with hidden states, on the target's device."""
-        batch = batch.to(self.device)
-        # padding follows the text, and attention is causal: no mask is needed
-        with without_cudnn(self.device):
-            self._model.base_model(input_ids=batch.tokens, use_cache=False)
-        return batch._replace(hidden=self._hidden_states.take())
+        rows = zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)
+        pool = self._model.pool
+        parts = [Chain(pool.new(), tokens[:length], wanted=0) for tokens, length in rows]
+        try:
+            passed = self._model.forward(Batch([*parts]))
+        finally:
+            for part in parts:
+                part.cache.release()
+        hidden = [part.hidden.to(self._model.dtype) for part in passed if part.hidden is not None]
+        return batch.to(self.device)._replace(hidden=pad_sequence(hidden, batch_first=True))
 
     def digest(self) -> str:
-        """Return a hash of what hidden states depend on: configuration, layers and all weights."""
-        about = f"{self._model.config.to_json_string()} {self._numbers}"
-        digest = hashlib.blake2b(about.encode(), digest_size=16)
-        for parameter in self._model.parameters():
-            digest.update(parameter.detach().flatten().view(torch.uint8).cpu().numpy().data)
+        """Return a hash of the hidden states of a sample of tokens.
+
+        Targets of other weights, formats or `aux_layers` have another one.
+        """
+        digest = hashlib.blake2b(f"{self._aux_layers}".encode(), digest_size=16)
+        digest.update(self._sample().contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+    def size_of_hidden(self, layer: int) -> float:
+        """Return the median size (root mean square) of hidden states after one of `aux_layers`.
+
+        The first tokens of a text have much larger ones in many models.
+        """
+        states = self._sample().float().chunk(len(self._aux_layers), -1)
+        sizes = states[self._aux_layers.index(layer)].square().mean(-1).sqrt()
+        return float(sizes.median())
+
+    def _sample(self) -> torch.Tensor:
+        """Return the hidden states of tokens from the whole vocabulary, on the CPU."""
+        vocab = self._model.vocab_size
+        tokens = torch.linspace(0, vocab - 1, min(vocab, SAMPLE)).long()[None]
+        batch = TrainingBatch(tokens, tokens > 0, torch.tensor([tokens.shape[1]]))
+        return self.read(batch).hidden[0].cpu()
 
     def to_cpu(self) -> None:
         """Give the model up but for the embedding and the head, which move to the CPU."""
-        del self._model, self.layers
-        self._hidden_states.close()
+        del self._model
         self.device, self.head = torch.device("cpu"), self.head.cpu()
         self.embedding.cpu()
 
@@ -236,26 +231,15 @@ class StateCache:
 
 
 class Embedding(nn.Module):
-    """The target's embedding, in float32."""
+    """The target's embedding, in float32. `embed_scale`: what its rows are multiplied by."""
 
-    def __init__(self, embedding: nn.Module) -> None:
+    def __init__(self, embedding: nn.Module, scale: float) -> None:
         super().__init__()
-        self._embedding, self.embed_scale = embedding, embed_scale(embedding)
+        self._embedding, self.embed_scale = embedding, scale
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         embedded: torch.Tensor = self._embedding(tokens)
         return embedded.float()
-
-
-def load_target(model: str | None, device: torch.device) -> tuple[PreTrainedModel, Any]:
-    """Load a model to be read, and its tokenizer.
-
-    It is in bfloat16 where the device multiplies that fast. Without AVX-512 or its like, PyTorch
-    multiplies matrices in bfloat16 by plain loops. Measured on AVX2, two cores: 1 GFLOP/s for
-    `x @ head` and 19 for `x @ head.T`, and 150 in float32.
-    """
-    dtype = torch.bfloat16 if fast_bfloat16(device) else torch.float32
-    return load_model(builtin.resolve(model), dtype, device)
 
 
 def fast_bfloat16(device: torch.device) -> bool:

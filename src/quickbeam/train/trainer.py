@@ -1,4 +1,4 @@
-"""The training loop of a block drafter: steps, checkpoints, reports.
+"""The training loop of a drafter: steps, checkpoints, reports.
 
 All random choices depend on the seed and the number of the step or round. So a training that was
 killed and goes on from its last checkpoint ends with the same weights as one that was not. On a GPU
@@ -19,20 +19,14 @@ from typing import NamedTuple
 
 import torch
 
-from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.errors import InvalidInput, QuickbeamError, first_line
 from quickbeam.models.torch.pages import to_device
-from quickbeam.train.block import (
-    HeldOutMetrics,
-    LossVocabulary,
-    block_loss,
-    draft,
-    measure_held_out,
-    sample_blocks,
-)
+from quickbeam.train.base import Anchors, DrafterTraining
+from quickbeam.train.held_out import HeldOutMetrics, measure_held_out
+from quickbeam.train.loss import LossVocabulary
 from quickbeam.train.muon import Muon
 from quickbeam.train.recipes import Recipe
-from quickbeam.train.shards import Shards, collate, split, spread_lengths
+from quickbeam.train.shards import Shards, collate, split, spread_lengths, token_counts
 from quickbeam.train.target import FrozenTarget, StateCache, TrainingBatch, autocast
 
 HIDDEN_FOLDER = "hidden"  # of hidden states, in the folder of the training
@@ -60,16 +54,16 @@ class Report(NamedTuple):
     held: HeldOutMetrics
 
 
-def optimizers(network: BlockNetwork, lr: float) -> list[torch.optim.Optimizer]:
+def optimizers(network: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of the layers, and AdamW for all else.
 
     Muon makes a step's singular values equal. Scaled to AdamW's size of steps it takes the same
-    learning rate, and needs fewer steps.
+    learning rate, and needs fewer steps. All else are vectors, and matrices of heads.
     """
     matrices = list[torch.nn.Parameter]()
     others = list[torch.nn.Parameter]()
     for name, parameter in network.named_parameters():
-        is_matrix = name.startswith(("layers.", "fc.")) and parameter.dim() == 2
+        is_matrix = parameter.dim() == 2 and "_head." not in name
         (matrices if is_matrix else others).append(parameter)
     return [
         Muon(matrices, lr),
@@ -77,21 +71,41 @@ def optimizers(network: BlockNetwork, lr: float) -> list[torch.optim.Optimizer]:
     ]
 
 
+def step_loss(
+    drafter: DrafterTraining,
+    target: FrozenTarget,
+    batch: TrainingBatch,
+    anchors: Anchors,
+    sampled: tuple[torch.Tensor, torch.Tensor],
+    done: float,
+) -> torch.Tensor:
+    """Return the loss of a step, a scalar.
+
+    `batch`: with hidden states. `sampled`: of `LossVocabulary.sample`. `done`: how much of the run
+    is over, 0 to 1.
+    """
+    device = target.device
+    tokens, shift = (to_device(column, device) for column in sampled)
+    with autocast(device):
+        drafted = drafter.draft(batch, anchors)
+        return drafter.loss(drafted, target.head, tokens, shift, done)
+
+
 class Trainer:
-    """Trains a block drafter on `tokens` tokens of the text in the folder `text`, again and again.
+    """Trains a drafter on `tokens` tokens of the text in the folder `text`, again and again.
 
     `folder` gets `checkpoint.pt`, from which a next run resumes, and the drafter, both every
     `save_every` seconds. It gets a line of `log.jsonl` every `report_every` seconds. Until the end
     it also has hidden states of the text, if the CPU trains (`StateCache`). The text may grow
     meanwhile: each round takes what is there when it begins. `trained`: the network is no new one,
-    and needs no first phase (`ALL_TOKENS_SHARE`, `block.ENTROPY_SHARE`).
+    and needs no first phase (`ALL_TOKENS_SHARE`, `loss.ENTROPY_SHARE`).
 
     Raises `InvalidInput` for a checkpoint of another training.
     """
 
     def __init__(
         self,
-        network: BlockNetwork,
+        drafter: DrafterTraining,
         target: FrozenTarget,
         text: Path,
         recipe: Recipe,
@@ -101,7 +115,8 @@ class Trainer:
         report_every: float = 300.0,
         trained: bool = False,
     ) -> None:
-        self.network = network.to(target.device)
+        self.drafter = drafter
+        self.network = drafter.network.to(target.device)
         self.target = target
         self.recipe = recipe
         self.text = text
@@ -119,13 +134,22 @@ class Trainer:
         self.seconds = 0.0
         self.shards = Shards(text)
         self.conversations = len(self.shards)  # of this round
-        self._optimizers = optimizers(network, recipe.lr)
+        self._optimizers = optimizers(self.network, recipe.lr)
         self._resume()
-        self._held = split(self.shards)[1]
-        self._vocabulary = LossVocabulary(self.shards.counts(len(target.head)), recipe.loss_vocab)
+        self._begin_round()
         self._states = StateCache.of(target, folder / HIDDEN_FOLDER)
-        # of each step since the last report, loss and norm of the gradient: [2]
+        # of each step since the last report: loss and norm of the gradient: [2]
         self._losses_and_norms = list[torch.Tensor]()
+
+    def _begin_round(self) -> None:
+        """Find the held-out conversations and the frequent tokens of the text of this round."""
+        text = self.shards[: self.conversations]
+        held = split(text)[1]
+        # a drafter is for what the model writes
+        self._held = [index for index in held if text[index].own] or held
+        self._vocabulary = LossVocabulary(
+            token_counts(text, len(self.target.head)), self.recipe.loss_vocab
+        )
 
     def _resume(self) -> None:
         if not self.checkpoint.is_file():
@@ -141,7 +165,7 @@ class Trainer:
         except Exception as error:  # of any kind, by what the file holds
             raise InvalidInput(
                 f"{self.checkpoint} is not of this training ({first_line(error)}): take another "
-                "--out, or the --model, --depth, --block and --rank that it began with"
+                "--out, or the --model, --kind, --depth, --block and --rank that it began with"
             ) from error
 
     def save(self) -> None:
@@ -167,7 +191,7 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         torch.save(state, part)
         os.replace(part, self.checkpoint)
-        self.network.save(self.folder)
+        self.drafter.save(self.folder)
 
     def batches(self) -> Iterator[TrainingBatch]:
         """Yield batches without hidden states, from where the training stands.
@@ -175,7 +199,7 @@ class Trainer:
         Each round has a new random order.
         """
         while True:
-            indices = [i for i in split(self.shards)[0] if i < self.conversations]
+            indices = split(self.shards[: self.conversations])[0]
             generator = torch.Generator().manual_seed(self.recipe.seed + self.round)
             lengths = [len(self.shards[i].tokens) for i in indices]
             groups = spread_lengths(lengths, self.recipe.batch, generator)
@@ -186,9 +210,10 @@ class Trainer:
             self.round += 1
             self.batch = 0
             self.conversations = len(self.shards)
+            self._begin_round()
 
-    def run(self, report: Callable[[Report], None]) -> HeldOutMetrics:
-        """Train to the end, and return the held-out figures of the result.
+    def run(self, report: Callable[[Report], None], until: float = 1.0) -> HeldOutMetrics:
+        """Train up to a share of the run, and return the held-out figures of the result.
 
         Raises `QuickbeamError` for a loss or a gradient that is not finite. Both are checked only
         for a report and before a checkpoint, because a check waits for the device. A training that
@@ -198,14 +223,15 @@ class Trainer:
         saved = reported = began = time.perf_counter()
         seconds_before = self.seconds
         seen_before = self.seen
-        while self.seen < self.total:
+        end = self.total * until
+        while self.seen < end:
             batch = next(batches)
             self._losses_and_norms.append(self._step(batch))
             self.step += 1
             self.seen += int(batch.lengths.sum())
             now = time.perf_counter()
             self.seconds = seconds_before + now - began
-            if now - saved >= self.save_every or self.seen >= self.total:
+            if now - saved >= self.save_every or self.seen >= end:
                 self.save()
                 saved = now
             if now - reported >= self.report_every:
@@ -215,6 +241,8 @@ class Trainer:
                 self._losses_and_norms.clear()
                 self._log(report, loss, rate)
                 reported = time.perf_counter()
+        if until < 1:
+            return self.check(CHECK_TOKENS)
         shutil.rmtree(self.folder / HIDDEN_FOLDER, ignore_errors=True)
         return self.check(FINAL_TOKENS)
 
@@ -223,19 +251,14 @@ class Trainer:
         recipe, device = self.recipe, self.target.device
         done = self.seen / self.total
         phase = 1.0 if self._trained else done
-        size = self.network.config.block_size
         answers_only = phase >= ALL_TOKENS_SHARE
         generator = torch.Generator().manual_seed((recipe.seed << 32) + self.step)
-        blocks = sample_blocks(batch, size, recipe.spacing, answers_only, generator)
-        if not blocks.mask.any():
+        anchors = self.drafter.sample(batch, answers_only, phase, generator)
+        if not anchors.mask.any():
             return torch.zeros(2, device=device)
-        tokens, shift = self._vocabulary.sample(batch.tokens, generator)
-        tokens, shift = to_device(tokens, device), to_device(shift, device)
-        anchors, indices = blocks.inputs(device)
+        sampled = self._vocabulary.sample(batch.tokens, generator)
         batch = self._states.read(batch)
-        with autocast(device):
-            drafted = draft(self.network, batch, anchors, indices)
-            loss = block_loss(self.network, drafted, self.target.head, tokens, shift, phase)
+        loss = step_loss(self.drafter, self.target, batch, anchors, sampled, phase)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
         for optimizer in self._optimizers:
@@ -267,7 +290,7 @@ class Trainer:
                 break
             indices.append(index)
             count += len(self.shards[index].tokens)
-        return measure_held_out(self.network, self.target, self.shards, indices)
+        return measure_held_out(self.drafter, self.target, self.shards, indices)
 
     def _log(self, report: Callable[[Report], None], loss: float, rate: float) -> None:
         record = Report(

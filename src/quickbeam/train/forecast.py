@@ -1,0 +1,116 @@
+"""How long a training will take on this machine, by a few passes of each kind."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from quickbeam.engine.engine import Engine
+from quickbeam.engine.output import NullTokenizer, Output
+from quickbeam.engine.sequence import Request
+from quickbeam.methods.base import NoDraft
+from quickbeam.models.base import Model
+from quickbeam.params import SamplingParams
+from quickbeam.sampling import Sampler
+from quickbeam.train.base import DrafterTraining
+from quickbeam.train.loss import LossVocabulary
+from quickbeam.train.recipes import Plan, Recipe
+from quickbeam.train.target import FrozenTarget, TrainingBatch
+from quickbeam.train.trainer import optimizers, step_loss
+
+WRITTEN = 6  # tokens of each sequence that are written
+PROMPT = 64  # tokens before them
+LENGTH = 256  # tokens of the conversations that are read and trained on
+
+
+class Rates(NamedTuple):
+    """Tokens a second: of text that is written, read, and trained on (a visit of a token)."""
+
+    write: float
+    read: float
+    train: float
+
+    def seconds(self, plan: Plan) -> tuple[float, float, float]:
+        """Return how long a plan writes, reads and trains."""
+        own = plan.tokens if plan.given is None else plan.own * plan.tokens
+        visits = plan.tokens * plan.recipe.epochs
+        return own / self.write, plan.tokens / self.read, visits / self.train
+
+
+def measure_rates(
+    plan: Plan, model: Model, target: FrozenTarget, drafter: DrafterTraining
+) -> Rates:
+    """Measure the rates of a plan's passes. The drafter is changed."""
+    recipe = plan.recipe
+    drafter.network.to(target.device)
+    generator = torch.Generator().manual_seed(0)
+    shape = max(1, recipe.batch // LENGTH), min(recipe.batch, LENGTH)
+    tokens = torch.randint(model.vocab_size, shape, generator=generator)
+    lengths = torch.full(shape[:1], shape[1])
+    batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), lengths)
+    seconds = list[float]()
+    hidden = torch.empty(0)
+    for _ in range(2):  # the first pass is slower
+        began = time.perf_counter()
+        hidden = target.read(batch).hidden
+        seconds.append(_seconds_since(began, hidden))
+    read = tokens.numel() / seconds[-1]
+    steps = [_step_seconds(recipe, target, drafter, batch, hidden, done) for done in (0, 0, 1)]
+    train = (steps[1] + steps[2]) / 2  # the first is slower; later steps have more passes
+    return Rates(_write_rate(plan, model), read, tokens.numel() / train)
+
+
+def _seconds_since(began: float, result: torch.Tensor) -> float:
+    """Return the seconds since `began`, once the device has computed `result`."""
+    float(result.detach().flatten()[0])
+    return time.perf_counter() - began
+
+
+def _step_seconds(
+    recipe: Recipe,
+    target: FrozenTarget,
+    drafter: DrafterTraining,
+    batch: TrainingBatch,
+    hidden: torch.Tensor,
+    done: float,
+) -> float:
+    """Return how long a training step takes if `done` (0 to 1) of the run is over.
+
+    `batch`: on the CPU. `hidden`: its hidden states.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = LossVocabulary(torch.ones(len(target.head)), recipe.loss_vocab)
+    both = optimizers(drafter.network, recipe.lr)
+    began = time.perf_counter()
+    anchors = drafter.sample(batch, False, done, generator)
+    sampled = vocabulary.sample(batch.tokens, generator)
+    read = batch.to(target.device)._replace(hidden=hidden)
+    loss = step_loss(drafter, target, read, anchors, sampled, done)
+    loss.backward()  # type: ignore[no-untyped-call]
+    for optimizer in both:
+        optimizer.step()
+        optimizer.zero_grad()
+    return _seconds_since(began, next(drafter.network.parameters()))
+
+
+def _write_rate(plan: Plan, model: Model) -> float:
+    """Return the tokens a second of `slots` sequences that are written side by side."""
+    engine = Engine(model, max_running=plan.slots)
+    params = SamplingParams(max_tokens=WRITTEN, temperature=0.0, ignore_eos=True)
+    try:
+        for slot in range(plan.slots):
+            prompt = [(slot + i) % model.vocab_size for i in range(min(PROMPT, plan.length // 2))]
+            sampler = Sampler(params, (), model.vocab_size)
+            output = Output(NullTokenizer(), params)
+            sequence = engine.add(Request(prompt, params, NoDraft(), output, sampler))
+        while not sequence.output.token_ids:  # prompts are being read
+            engine.step()
+        began = time.perf_counter()
+        passes = WRITTEN - 1
+        for _ in range(passes):
+            engine.step()
+        return passes * plan.slots / (time.perf_counter() - began)
+    finally:
+        engine.close()
