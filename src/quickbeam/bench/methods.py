@@ -228,7 +228,7 @@ def spread(questions: Sequence[Question], limit: int | None = None) -> list[Ques
 
 
 def _question(line: str, where: str) -> Question:
-    """Read a line. Raises `InvalidInput`, which says `where` it is."""
+    """Return the question of a line. Raises `InvalidInput`, which says `where` the line is."""
     try:
         record = json.loads(line)
     except ValueError:

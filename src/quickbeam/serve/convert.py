@@ -132,7 +132,7 @@ def _jobs(
 
 
 async def _compile(runner: Runner, grammar: Grammar, tools: ToolUse, ticket: Ticket) -> None:
-    """Compile a request's grammar. Raises `Refused` by a schema in it that can't be used."""
+    """Compile a request's grammar. Raises `Refused`, which names a schema that can't be used."""
     try:
         await runner.compile_grammar(grammar, ticket)
     except InvalidInput as failed:
