@@ -41,6 +41,7 @@ from quickbeam.models.torch.rows import (
 )
 from quickbeam.models.torch.same_bits import find_padding
 from quickbeam.models.torch.size_classes import SIZES
+from quickbeam.models.torch.states import state_shapes
 from quickbeam.models.weights.parameters import Parameters
 
 logger = logging.getLogger(__name__)
@@ -73,8 +74,7 @@ class TorchModel(Model):
     the largest size is in such a class, all passes are padded to sizes of the class, wider passes
     are divided, and `exact` is true. Otherwise a token's bits may depend on what else is in the
     pass. Then answers with drafts and without are the same only as far as rounding allows. Sizes
-    are not compared for recurrent models, whose passes are not padded, and for models with
-    `memory`.
+    are not compared for models with `memory`.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class TorchModel(Model):
             self._network = Network(parameters, stack, weights_device, dtype, packed)
             if memory is not None:
                 self.streamed = pin_layers(self._network, memory, device, copies)
-            zeros = self._network.zero_states()
-            self._pool = RowPool(kv_shapes(stack), dtype, device, zeros=zeros)
+            states = state_shapes(stack)
+            self._pool = RowPool(kv_shapes(stack), dtype, device, states)
         super().__init__(parameters.config, dtype, device, vocab_size, self._pool)
         self.chunk = chunk
         self._reason = reason
@@ -110,10 +110,12 @@ class TorchModel(Model):
             self.chunk = STREAMED_CHUNK
             self.mixed_chunk = STREAMED_CHUNK // 4
         self.weight_bytes = self._network.product_bytes
-        # the host looks up states of recurrent layers, and streamed layers wait for copies that
-        # began in the pass before: neither fits in a graph
-        is_fixed = not zeros and self.streamed is None
-        has_graphs = device.type == "cuda" and is_fixed
+        # streamed layers wait for copies that began in the pass before, which fits in no graph
+        is_fixed = self.streamed is None
+        # without Triton's kernels, each row of a recurrent layer takes operations of its own: too
+        # many for graphs of all sizes
+        is_short = not states or runs_triton(device)
+        has_graphs = device.type == "cuda" and is_fixed and is_short
         self._graphs = Graphs(self._run, device) if has_graphs else None
         self._padding = Padding() if has_graphs else None
         self._draws_tokens = device.type == "cuda"  # whether passes draw tokens
