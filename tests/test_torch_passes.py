@@ -21,6 +21,7 @@ from quickbeam.models.torch import pages as of_pages
 from quickbeam.models.torch import rows as of_rows
 from quickbeam.models.torch.feed_forward import has_grouped_product
 from quickbeam.models.torch.graphs import MOST_GRAPHS, Graphs
+from quickbeam.models.torch.likeliest import rows_of
 from quickbeam.models.torch.model import PassResults, TorchModel
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.recurrence import recur
@@ -282,6 +283,23 @@ def test_graphs_give_what_passes_without_them_do(name, graphs_on_the_cpu):
     assert len(graphs._captured) > 1
     for ours, theirs in zip(got, right, strict=True):
         assert all(map(torch.equal, ours, theirs))
+
+
+@torch.inference_mode()
+def test_a_draft_models_graphs_rank_tokens(graphs_on_the_cpu):
+    """Each with its own distributions, of several sizes in turn."""
+    model = made("llama")
+    model.rank(90)
+    graphs = Graphs(model._run, CPU)
+    for seed in (1, 2, 1):
+        given = listed(model, batch(model, seed))
+        right = run(model, given.sizes, torch.from_numpy(given.numbers))
+        got = PassResults(*graphs.run(given, model.pool.generation))
+        assert all(map(torch.equal, got, right))
+        assert torch.allclose(got.probs, right.logits[:, :90].softmax(-1))
+        (tokens, values), *_ = rows_of(got.likeliest)
+        assert values == sorted(values, reverse=True)
+        assert got.probs[0, tokens].tolist() == values
 
 
 @torch.inference_mode()

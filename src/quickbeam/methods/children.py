@@ -157,7 +157,7 @@ def likeliest_children(
     """
     min_probs = min_probs or [0.0] * len(distributions.values)
     if context.noise is None:
-        rows = largest(distributions.values, count, min_probs, distributions.tokens)
+        rows = largest_children(distributions, count, min_probs)
     else:
         values = distributions.values.cpu()
         tokens = None if distributions.tokens is None else distributions.tokens.cpu()
@@ -169,6 +169,23 @@ def likeliest_children(
         rows = context.noise.perturb(values, tokens, noise_positions, context.temperature, count)
     for i, token in distributions.forced.items():
         rows[i] = [token], [1.0]
+    return rows
+
+
+def largest_children(
+    distributions: DraftProbs, count: int, min_probs: Sequence[float]
+) -> list[Row]:
+    """Return the `count` likeliest tokens of each row with more than its `min_probs`.
+
+    They are those on the host (`DraftProbs.likeliest`), where these are enough.
+    """
+    listed = distributions.likeliest
+    if not listed or count > min(len(tokens) for tokens, _ in listed):
+        return largest(distributions.values, count, min_probs, distributions.tokens)
+    rows = list[Row]()
+    for (tokens, values), least in zip(listed, min_probs, strict=True):
+        kept = sum(value > least for value in values[:count])
+        rows.append((tokens[:kept], values[:kept]))
     return rows
 
 
