@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import ApertusConfig, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, JetMoeConfig
 
 from quickbeam.tree import TokenTree
 
@@ -28,7 +28,7 @@ def table(name, made=AutoConfig.for_model):
 
 
 CONFIGS = table("layouts")
-UNDESCRIBED = ApertusConfig(**SIZES)  # a family that is not described
+UNDESCRIBED = JetMoeConfig(**SIZES)  # a family that is not described
 
 
 def tiny(name, dtype=torch.float32, seed=0, wide=False, layers=None, config=None):

@@ -10,10 +10,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from features import Pair
 from models import random_tree
+from quickbeam.drafters import eagle as of_eagle
+from quickbeam.drafters.base import DraftProbs
+from quickbeam.drafters.largest import largest_plain
+from quickbeam.drafters.passes import HeadInput
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
+from quickbeam.methods.children import largest_children
 from quickbeam.models.base import Batch, Draft
 from quickbeam.models.torch import graphs as of_graphs
 from quickbeam.models.torch.graphs import Graphs
+from quickbeam.models.torch.likeliest import rank_tokens, rows_of
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import PassRows
 from test_block_drafter import KINDS, Toy
@@ -21,6 +27,7 @@ from test_torch_passes import CPU, Operations, graphs_on_the_cpu, tensors_of  # 
 
 MADE = {
     "eagle": lambda: Pair("attention", native=False),
+    "own head": lambda: Pair("own-head", native=False),
     "eagle-1": lambda: Pair("input", native=False),
     "dspark": lambda: Toy(KINDS["dspark"]),
     "dflash2": lambda: Toy(KINDS["dflash2"]),
@@ -142,10 +149,12 @@ def test_a_call_takes_nothing_from_the_host(kind, calls):
     pair.distances((7,))
     passes = pair.drafter.passes
     pair.target.embedding.to(device)
+    pair.target.head.to(device)
     passes.network.to(device)
     passes.layers.to(device)
     passes.pool = RowPool(passes.pool._shapes, passes.pool.dtype, device)
-    for call, *_ in kinds_of(calls):
+    for (compute, listed, inputs, options), *_ in kinds_of(calls):
+        call = compute, listed, inputs, moved_options(options, device)
         numbers, inputs = given_of(call)
         moved = numbers.to(device), [one.to(device) for one in inputs]
         computed(call, *moved)  # angles are moved once
@@ -153,6 +162,13 @@ def test_a_call_takes_nothing_from_the_host(kind, calls):
             computed(call, *moved)
         places = {one.device.type for one in tensors_of([one[1:] for one in operations.noted])}
         assert places == {"meta"}
+
+
+def moved_options(options, device):
+    """With the tokens of a head's columns on a device."""
+    if not isinstance(options[-1], HeadInput) or options[-1].tokens is None:
+        return options
+    return *options[:-1], options[-1]._replace(tokens=options[-1].tokens.to(device))
 
 
 class Order:
@@ -192,7 +208,36 @@ def test_the_router_runs_beside_the_layer(monkeypatch):
     order = Order(monkeypatch, passes, router)
     got = passes.run(batch, hidden, router)
     assert order.noted == ["fork", "router", "back", "layer", "join"]
-    assert all(map(torch.equal, got, right)) and got.scores.shape == (len(tree), 5)
+    assert all(map(torch.equal, got[:3], right[:3])) and got.scores.shape == (len(tree), 5)
     order.noted.clear()
     passes.run(batch, hidden)
     assert order.noted == ["layer"]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "own head", "eagle-1"])
+@torch.inference_mode()
+def test_the_heads_part_of_a_call_is_in_its_pass(kind, calls, monkeypatch):
+    """Nothing is scored behind it, and the host gets the likeliest tokens alone."""
+    monkeypatch.setattr(of_eagle, "probs_of", None)
+    pair = with_graphs(MADE[kind]())
+    assert max(pair.distances((7,))) < 1e-4
+    heads = [options[-1] for _, _, _, options in calls if len(options) == 3]
+    assert heads and heads.count(pair.drafter._head) == len(heads)
+
+
+@torch.inference_mode()
+def test_the_likeliest_tokens_are_those_of_the_distributions():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 200, generator=generator)
+    logits[1, 5] = torch.nan
+    tokens = torch.randperm(5000, generator=generator)[:200]
+    probs, likeliest = rank_tokens(logits, tokens)
+    given = DraftProbs(probs, tokens, 5000, likeliest=rows_of(likeliest))
+    assert not probs[1].any() and torch.allclose(probs[0], logits[0].softmax(-1))
+    for count, least in ((1, 0.0), (9, 0.01), (64, 0.0), (65, 0.0)):
+        right = largest_plain(probs, count, [least] * 3, tokens)
+        got = largest_children(given, count, [least] * 3)
+        assert [[*map(list, row)] for row in got] == [[*map(list, row)] for row in right]
+    # a wrong version: columns for tokens
+    wrong = given._replace(likeliest=rows_of(rank_tokens(logits)[1]))
+    assert largest_children(wrong, 1, [0.0] * 3)[0] != largest_children(given, 1, [0.0] * 3)[0]

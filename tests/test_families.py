@@ -136,6 +136,12 @@ def unscaled(stack):
     return replace(stack, per_layer=replace(stack.per_layer, scale=0.0))
 
 
+def curves_swapped(layer):
+    xielu = layer.feed_forward.xielu
+    other = replace(xielu, positive=xielu.negative, negative=xielu.positive)
+    return replace(layer, feed_forward=replace(layer.feed_forward, xielu=other))
+
+
 def swapped(layer):
     """A convolution whose two gates are taken for each other."""
     if layer.recurrent is None:
@@ -184,6 +190,7 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
     "no factors of what is convolved": ("falcon_h1", each("recurrent", scales=(1.0, 1.0, 1.0))),
     "steps that are not held": ("nemotron_h", each("recurrent", least=0.0)),
     "the wrong gate": ("lfm2", of_layers(swapped)),
+    "the curve above zero below it": ("apertus", of_layers(curves_swapped)),
     "no mean": ("phi", lambda s: replace(s, norm=replace(s.norm, centred=False))),
     "norms before the angles": ("hunyuan", each("attention", norm_last=False)),
     "norms by head": ("olmo2", each("attention", norms=None)),

@@ -1,5 +1,5 @@
-"""The Triton kernels of paged attention and of noise against the reference: on CUDA where there is
-one, in Triton's interpreter (a process of its own) otherwise."""
+"""The Triton kernels of paged attention, of recurrent layers and of noise against the reference: on
+CUDA where there is one, in Triton's interpreter (a process of its own) otherwise."""
 
 import os
 import sys
@@ -15,11 +15,14 @@ from quickbeam.models.torch import paged_attention
 from quickbeam.models.torch.noise import DrawnRows, philox
 from quickbeam.models.torch.paged_attention import AttentionParams
 from quickbeam.models.torch.pages import RowPool
+from quickbeam.models.torch.recurrence import recur
 from quickbeam.models.torch.rows import Padding, list_pass, uncommitted
+from quickbeam.models.torch.states import SCRATCH, StateShape
 from scripts import captured
 
 triton = pytest.importorskip("triton")
 fused = pytest.importorskip("quickbeam.models.torch.fused_attention")
+fused_recurrence = pytest.importorskip("quickbeam.models.torch.fused_recurrence")
 fused_noise = pytest.importorskip("quickbeam.models.torch.fused_noise")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -29,6 +32,8 @@ runs_kernels = pytest.mark.skipif(
 )
 NOISE = dict.fromkeys(("first", "key0", "key1", "choice", "position", "words"), "*i64")
 NOISE |= dict.fromkeys(("rows", "count", "purpose"), "i32") | {"BLOCK": "constexpr"}
+RECURRENCE = dict.fromkeys(("query", "key", "value", "rate", "decay", "states", "out"), "*fp32")
+RECURRENCE |= dict.fromkeys(("bounds", "read", "written"), "*i64")
 SHAPE = KVShape(2, 24, 20)
 HEADS = 6
 
@@ -50,6 +55,11 @@ def test_the_kernels_compile_for_a_gpu_without_one():
 
     for kernel in (fused.attend_chunk, fused.join_chunks):
         assert compiled(kernel, 80, "*bf16", 64, 64).asm["cubin"]
+
+    sizes = dict(HEADS=3, KEY_DIM=128, VALUE_DIM=128, K=128, V=32, DELTA=True, SCRATCH=SCRATCH)
+    types = RECURRENCE | dict.fromkeys(sizes, "constexpr")
+    source = ASTSource(fused_recurrence.recur_rows, types, sizes)
+    assert triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]
 
     source = ASTSource(fused_noise.philox_words, NOISE, {"BLOCK": fused_noise.BLOCK})
     assert triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]
@@ -172,6 +182,78 @@ def test_a_row_has_the_same_bits_alone_and_among_others(monkeypatch):
         own = slice(first, first + part.rows)
         alone = fused.attend(pool, list_pass([part], pool).to(DEVICE), params, query[own])
         assert torch.equal(alone, together[own])
+        first += part.rows
+
+
+class Recurrence:
+    """Rows of two trees and two texts, and what their recurrence reads."""
+
+    def __init__(self, delta, heads=3, key_dim=12, value_dim=40):
+        self.delta = delta
+        states = {0: StateShape(channels=8, history=3, matrix=(heads, key_dim, value_dim))}
+        self.pool = RowPool([SHAPE], torch.float32, DEVICE, states)
+        self.generator = torch.Generator().manual_seed(int(delta))
+        self.trees = [random_tree(self.generator, nodes) for nodes in (9, 6)]
+        caches = [self.pool.new() for _ in range(4)]
+        list_pass([uncommitted(Chain(cache, [1, 2])) for cache in caches], self.pool)
+        for cache in caches[1:]:  # one begins with no tokens
+            cache.commit(range(2))
+        drafts = [Draft(cache, tree) for cache, tree in zip(caches, self.trees, strict=False)]
+        first = [uncommitted(Draft(caches[0], self.trees[0].first(4)))]
+        drafts[0] = Draft(caches[0], self.trees[0], 4)  # the first nodes run in a pass before
+        texts = [Chain(caches[2], range(7)), Chain(caches[3], [5])]
+        self.first = list_pass(first, self.pool).to(DEVICE)
+        self.parts = [uncommitted(part) for part in (*drafts, *texts)]
+        list_pass(self.parts, self.pool)  # tensors have grown for all nodes
+        self.states = self.pool.states.layers[0].matrix
+        self.states[2:] = self.random(*self.states[2:].shape)
+        self.inputs = [self.random(64, heads, size) for size in (key_dim, key_dim, value_dim)]
+        self.inputs += [self.random(64, heads).sigmoid() for _ in range(2)]
+
+    def random(self, *shape):
+        return torch.randn(*shape, generator=self.generator).to(DEVICE)
+
+    def listed(self, parts, padding=None):
+        return list_pass(parts, self.pool, padding=padding).to(DEVICE)
+
+    def run(self, run, rows, first=0):
+        """The results for rows that are in `inputs` from `first` on, and the states after them."""
+        states = self.states.clone()
+        run(states, self.first, *self._inputs(50, len(self.first.tokens)), self.delta)
+        results = run(states, rows, *self._inputs(first, len(rows.tokens)), self.delta)
+        states[SCRATCH] = 0
+        return results, states
+
+    def _inputs(self, first, count):
+        return [tensor[first : first + count] for tensor in self.inputs]
+
+
+@runs_kernels
+@pytest.mark.parametrize("delta", [False, True])
+@torch.inference_mode()
+def test_the_kernel_steps_states_as_the_reference_does(delta):
+    one = Recurrence(delta)
+    count = sum(part.rows for part in one.parts)
+    for padding in (None, Padding()):
+        rows = one.listed(one.parts, padding)
+        right = one.run(recur, rows)
+        got = one.run(fused_recurrence.recur, rows)
+        assert torch.allclose(got[0][:count], right[0][:count], rtol=1e-4, atol=1e-5)
+        assert torch.allclose(got[1], right[1], rtol=1e-4, atol=1e-5)
+    # other states are read
+    other = one.run(recur, one.listed([one.parts[0]]), first=one.parts[0].rows)[0]
+    assert not torch.allclose(other, got[0][one.parts[0].rows :][: len(other)], atol=1e-2)
+
+
+@runs_kernels
+@torch.inference_mode()
+def test_the_kernel_gives_a_row_the_same_bits_alone_and_among_others():
+    one = Recurrence(delta=True)
+    together, _ = one.run(fused_recurrence.recur, one.listed(one.parts, Padding()))
+    first = 0
+    for part in one.parts:
+        alone, _ = one.run(fused_recurrence.recur, one.listed([part]), first)
+        assert torch.equal(alone, together[first : first + part.rows])
         first += part.rows
 
 

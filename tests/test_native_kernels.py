@@ -486,6 +486,19 @@ def test_activations(isa, activation, gated):
 
 
 @every_set
+def test_xielu(isa):
+    x, weight = (number(n, 24, like=torch.float32, seed=n) for n in (5, 40))
+    packed = Packed(load(isa), [weight], name="float32")
+    factors = {"scaling": 0.9, "softcap": 1.4}
+    y = linear(load(isa), packed, x, library.ACTIVATE, activation="xielu", **factors)
+    inner = reference.linear(x, weight)
+    below = 1.4 * (torch.expm1(inner.clamp(max=0)) - inner.clamp(max=0))
+    right = 0.9 * inner.clamp(min=0).square() + below + 0.5 * inner
+    assert ((y - right).abs() <= 1e-5 * (1 + right.abs())).all()
+    assert right.max() > 5 and right.min() < -0.1
+
+
+@every_set
 @pytest.mark.parametrize("add", [None, 0.5])
 def test_layer_norms(isa, add):
     program, x, y = Program(load(isa)), number(7, 45, like=torch.float32) + 3, torch.ones(7, 45)

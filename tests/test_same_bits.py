@@ -19,8 +19,10 @@ from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.families import describe
 from quickbeam.models.torch import cuda_settings, paged_attention
 from quickbeam.models.torch import model as of_model
+from quickbeam.models.torch import recurrent as of_recurrent
 from quickbeam.models.torch.attention import AttentionLayer
 from quickbeam.models.torch.model import TorchModel
+from quickbeam.models.torch.recurrence import recur
 from quickbeam.models.torch.rows import Padding, PassSizes, padded_sizes, passes_of, uncommitted
 from quickbeam.models.torch.size_classes import (
     OTHERS,
@@ -128,7 +130,16 @@ def test_passes_are_padded_to_the_smallest_size_that_fits():
 
 
 class Rows(World):
-    """Sequences whose pages are rows of tensors."""
+    """Sequences whose pages are rows of tensors. Those with states of recurrent layers neither go
+    back nor begin with chunks."""
+
+    def truncate(self):
+        if not self.model.pool.state_pages:
+            super().truncate()
+
+    def attach(self):
+        if not self.model.pool.state_pages:
+            super().attach()
 
     def release(self):
         if self.texts:
@@ -156,8 +167,11 @@ def wrong_rows(model, other, steps=25):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     few(
-        [("llama", FORMATS[0]), ("gemma3", FORMATS[0]), *(("wide", one) for one in FORMATS)],
-        [("llama", FORMATS[0]), ("wide", FORMATS[1])],
+        [
+            *((name, FORMATS[0]) for name in ("llama", "gemma3", "lfm2", "qwen3_5", "bamba")),
+            *(("wide", one) for one in FORMATS),
+        ],
+        [("llama", FORMATS[0]), ("wide", FORMATS[1]), ("qwen3_5", FORMATS[0])],
     ),
 )
 @torch.inference_mode()
@@ -215,10 +229,21 @@ def test_attention_that_depends_on_the_pass_is_seen(wrong, monkeypatch):
     assert not fresh("llama").exact
 
 
+def test_a_state_that_depends_on_the_pass_is_seen(monkeypatch):
+    """By so little that no result of its row tells."""
+
+    def wrong(states, rows, *inputs, **options):
+        results = recur(states, rows, *inputs, **options)
+        states[rows.state_written] *= 1 + 2**-20 * rows.positions.float().mean()
+        return results
+
+    monkeypatch.setattr(of_recurrent, "recurrence_on", lambda device: wrong)
+    assert not fresh("qwen3_5").exact
+
+
 def test_nothing_is_looked_for_where_it_can_not_hold(monkeypatch):
     monkeypatch.setattr(of_model, "find_padding", None)
     assert fresh("llama", sizes=None).describe() == fresh("llama", sizes=()).describe()
-    assert not fresh("qwen3_next").exact, "recurrent layers: passes are not padded"
 
 
 def test_a_short_context_is_not_looked_at():
@@ -229,8 +254,9 @@ def test_a_short_context_is_not_looked_at():
     assert not model.exact and model.pool.used == 0
 
 
-def test_the_check_gives_all_memory_back_and_makes_little():
-    pool = made("llama").pool
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_the_check_gives_all_memory_back_and_makes_little(name):
+    pool = made(name).pool
     assert pool.used == 0 and pool.limit is None and pool.rows <= 64 * pool.page
 
 

@@ -18,10 +18,13 @@ from quickbeam.models.base import Batch, Chain, Draft, Draws
 from quickbeam.models.compile.compiled_stack import kv_shapes
 from quickbeam.models.families import describe
 from quickbeam.models.torch import pages as of_pages
+from quickbeam.models.torch import rows as of_rows
 from quickbeam.models.torch.feed_forward import has_grouped_product
 from quickbeam.models.torch.graphs import MOST_GRAPHS, Graphs
+from quickbeam.models.torch.likeliest import rows_of
 from quickbeam.models.torch.model import PassResults, TorchModel
 from quickbeam.models.torch.pages import RowPool
+from quickbeam.models.torch.recurrence import recur
 from quickbeam.models.torch.rows import (
     Padding,
     PassRows,
@@ -33,11 +36,14 @@ from quickbeam.models.torch.rows import (
     uncommitted,
 )
 from quickbeam.models.torch.same_bits import find_padding
+from quickbeam.models.torch.states import SCRATCH, state_shapes
 from quickbeam.models.weights.parameters import ModelParameters
 from test_families import CONFIGS
 
 CPU = torch.device("cpu")
 KINDS = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen2_moe", "gemma4-experts", "phimoe")
+RECURRENT = ("lfm2_moe", "qwen3_5-moe", "bamba")
+KINDS += RECURRENT
 
 
 def made(name, dtype=torch.float32):
@@ -78,6 +84,70 @@ def test_padding_changes_no_result(name):
     got = results.logits[: len(right)]
     assert bool(results.logits.isfinite().all())
     assert (got - right).abs().max() <= 2e-5 * right.abs().max()
+
+
+def stepped_states(model, given):
+    """The slots whose states a pass has changed."""
+    states = [
+        one for layer in model.pool.states.layers.values() for one in layer if one is not None
+    ]
+    before = [one.clone() for one in states]
+    run(model, given.sizes, torch.from_numpy(given.numbers))
+    pairs = zip(before, states, strict=True)
+    return {
+        slot for old, new in pairs for slot in range(len(new)) if not old[slot].equal(new[slot])
+    }
+
+
+def listed_with_states(model, batch, padding=None):
+    """The rows of a pass, and the slots of its nodes' states."""
+    parts = [*map(uncommitted, batch.parts)]
+    given = list_pass(parts, model.pool, batch.tokens, batch.wanted, padding)
+    slots = [slot for part in parts for slot in part.cache.states._node_slots.values()]
+    return given, slots
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@torch.inference_mode()
+def test_padding_steps_no_state(name, monkeypatch):
+    model = made(name)
+    one = batch(model, 1)
+    given, slots = listed_with_states(model, one, Padding())
+    assert stepped_states(model, given) == {*slots, SCRATCH}
+    # a wrong version
+    committed = one.parts[0].cache.states.slot(-1)
+    monkeypatch.setattr(of_rows, "SCRATCH", committed)
+    given, _ = listed_with_states(model, one, Padding())
+    assert committed in stepped_states(model, given)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@torch.inference_mode()
+def test_recurrences_give_the_same_bits_padded_and_not(name):
+    """From the same rows: products of other sizes give others (`test_same_bits.py`)."""
+    model = made(name)
+    one = batch(model, 1)
+    layer = next(block.recurrent for block in model._network.blocks if block.recurrent)
+    listed_with_states(model, one)  # tensors have grown for all nodes
+    conv, matrix = model.pool.states.layers[layer.index]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, conv.shape[2], generator=generator)
+    heads, key_dim, value_dim = (1, 4, 4) if matrix is None else matrix.shape[1:]
+    query, key = torch.randn(2, 64, heads, key_dim, generator=generator)
+    value = torch.randn(64, heads, value_dim, generator=generator)
+    rate, decay = torch.rand(2, 64, heads, generator=generator)
+    found = []
+    for padding in (None, Padding()):
+        given, slots = listed_with_states(model, one, padding)
+        rows = given.to(CPU)
+        n = len(rows.tokens)
+        results = [layer.convolution(x[:n], rows, conv)]
+        if matrix is not None:
+            inputs = [tensor[:n] for tensor in (query, key, value, rate, decay)]
+            results.append(recur(matrix, rows, *inputs, delta=layer.linear.delta))
+        states = [tensor[slots] for tensor in (conv, matrix) if tensor is not None]
+        found.append([result[: one.rows] for result in results] + states)
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -145,7 +215,8 @@ def test_a_pass_takes_nothing_from_the_host(name):
     model = made(name, torch.bfloat16)
     given, device = listed(model, batch(model, 1)), torch.device("meta")
     model._network.to(device)
-    model._pool = RowPool(kv_shapes(model._network.stack), model.dtype, device)
+    stack = model._network.stack
+    model._pool = RowPool(kv_shapes(stack), model.dtype, device, state_shapes(stack))
     numbers = torch.empty(given.sizes.numbers, dtype=torch.int64, device=device)
     run(model, given.sizes, numbers)  # angles are moved once, before anything is captured
     with Operations() as operations:
@@ -197,10 +268,11 @@ def graphs_on_the_cpu(monkeypatch):
     return pools
 
 
+@pytest.mark.parametrize("name", ["llama", "lfm2_moe", "qwen3_5-moe"])
 @torch.inference_mode()
-def test_graphs_give_what_passes_without_them_do(graphs_on_the_cpu):
+def test_graphs_give_what_passes_without_them_do(name, graphs_on_the_cpu):
     """Those of several sizes, in turn, also when results are still held, and the pool has grown."""
-    model, right, got = made("llama"), [], []
+    model, right, got = made(name), [], []
     graphs = Graphs(model._run, CPU)
     batches = [batch(model, seed) for seed in (1, 2, 3)]
     batches += [Batch([Chain(model.pool.new(), [5, 6])]), *batches]
@@ -211,6 +283,23 @@ def test_graphs_give_what_passes_without_them_do(graphs_on_the_cpu):
     assert len(graphs._captured) > 1
     for ours, theirs in zip(got, right, strict=True):
         assert all(map(torch.equal, ours, theirs))
+
+
+@torch.inference_mode()
+def test_a_draft_models_graphs_rank_tokens(graphs_on_the_cpu):
+    """Each with its own distributions, of several sizes in turn."""
+    model = made("llama")
+    model.rank(90)
+    graphs = Graphs(model._run, CPU)
+    for seed in (1, 2, 1):
+        given = listed(model, batch(model, seed))
+        right = run(model, given.sizes, torch.from_numpy(given.numbers))
+        got = PassResults(*graphs.run(given, model.pool.generation))
+        assert all(map(torch.equal, got, right))
+        assert torch.allclose(got.probs, right.logits[:, :90].softmax(-1))
+        (tokens, values), *_ = rows_of(got.likeliest)
+        assert values == sorted(values, reverse=True)
+        assert got.probs[0, tokens].tolist() == values
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from quickbeam.engine.engine import Engine
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.opening import make_model
+from quickbeam.models.torch import rows as of_rows
 from quickbeam.models.torch.model import TorchModel
 from quickbeam.models.torch.states import TorchStates
 from quickbeam.params import SamplingParams
@@ -35,21 +37,30 @@ def test_nodes_follow_their_paths(kind):
     assert wrong_rows(made(kind), steps=3, nodes=7, far=1e-4) == 0
 
 
-BEHIND, COMMIT = TorchStates.behind, TorchStates.commit
+SLOT, COMMIT, LIST_TREE = TorchStates.slot, TorchStates.commit, of_rows.list_tree
 
-MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "state of the committed tokens": ("behind", lambda s, of, node: BEHIND(s, of, min(node, 0))),
-    "state of the root": (
+
+def list_neighbours(states, parents, base, first, out):
+    """As if the row before a node's were its parent's, for convolutions alone."""
+    LIST_TREE(states, parents, base, first, out)
+    out.history[1:, -1] = first + np.arange(len(out.history) - 1)
+
+
+MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "state of the root": (TorchStates, "slot", lambda s, node: SLOT(s, min(node, 0))),
+    "state of the root committed": (
+        TorchStates,
         "commit",
         lambda s, path, n: COMMIT(s, path if isinstance(path, range) else path[:1], n),
     ),
+    "tokens of the row before": (of_rows, "list_tree", list_neighbours),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(mistake, monkeypatch):
     model = made("lfm2")
-    monkeypatch.setattr(TorchStates, *MISTAKES[mistake])
+    monkeypatch.setattr(*MISTAKES[mistake])
     assert wrong_rows(model, steps=3, nodes=7, far=1e-2) > 0
 
 

@@ -62,7 +62,7 @@ def drafted_alone(of, made, ids, chain):
     served = make_model(model())
     network = EagleHead(made.config, served.embedding, served.head)
     network.load_state_dict(made.state_dict())
-    drafter = eagle_drafter(network, served, native=False)
+    drafter = eagle_drafter(network, served, None)
     state = drafter.begin(ids)
     text = ConversationTokens(torch.tensor(ids[:-1]), torch.ones(len(ids) - 1), 0.0)
     state.append_hidden(of.read(collate([text])).hidden[0, :, : len(CONFIG.layers) * D])

@@ -136,7 +136,7 @@ def test_what_can_not_be_quantised_is_refused(toy_folder, monkeypatch):
         LLM(toy_folder, weights="int8", dtype="float32")
     with pytest.raises(InvalidInput, match="are for the CPU, the model is on meta"):
         make_model(tiny("llama", torch.bfloat16).to("meta"), weights=INT8)
-    with pytest.raises(InvalidInput, match="describes apertus"):
+    with pytest.raises(InvalidInput, match="describes jetmoe"):
         make_model(tiny("", torch.bfloat16, config=UNDESCRIBED), weights=INT4)
     monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
     with pytest.raises(InvalidInput, match="weights='int8' need the native kernels: QUICKBEAM_K"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from quickbeam.noise import Noise
+from quickbeam.noise import Noise, Row
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
@@ -170,6 +170,8 @@ class DraftProbs(NamedTuple):
     - `vocab`: how many tokens the vocabulary has.
     - `forced`: by row, the only token that a grammar allows; such a row's values mean nothing.
     - `confidence`: by row, how likely its next token is accepted, as the drafter expects; or empty.
+    - `likeliest`: by row, its likeliest tokens and their probabilities, the likeliest first, where
+      the drafter's call has copied them to the host; or empty.
     """
 
     values: torch.Tensor
@@ -177,6 +179,7 @@ class DraftProbs(NamedTuple):
     vocab: int = 0
     forced: Mapping[int, int] = MappingProxyType({})
     confidence: Sequence[float] = ()
+    likeliest: Sequence[Row] = ()
 
     def dense(self, row: int | slice = slice(None)) -> torch.Tensor:
         """Return them over the whole vocabulary: `[m, vocab]`, or `[vocab]` for a row."""

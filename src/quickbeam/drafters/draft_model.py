@@ -13,6 +13,8 @@ from quickbeam.drafters.shadow import ShadowTree
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.base import Batch, Chain, Model, Part, inference
 from quickbeam.models.cache.kv import Page, Pool
+from quickbeam.models.torch.model import TorchModel
+from quickbeam.noise import Row
 
 # If about this many committed tokens are unread, they are read as a prompt is: without logits for
 # each of them. The engine lets drafters catch up from this many on (`proposing.CATCH_UP`).
@@ -98,6 +100,8 @@ class LMDrafter(Drafter):
         self.context_length = model.context_length
         self._vocab_size = vocab_size
         self._shared = min(model.vocab_size, vocab_size)
+        if isinstance(model, TorchModel):
+            model.rank(self._shared)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
         return LMState(self.model, ids)
@@ -128,10 +132,16 @@ class LMDrafter(Drafter):
         passed = self.model.forward(Batch(parts))
         for request, shadow, results in zip(requests, shadows, passed, strict=True):
             shadow.run = len(shadow.rows)
-            logits = results.logits[-len(request.nodes) :, : self._shared]
-            probs = probs_of(logits, request.context.draft_temperature)
-            padded = F.pad(probs, (0, self._vocab_size - self._shared))
-            answers.append(DraftProbs(padded))
+            rows = slice(len(results.logits) - len(request.nodes), len(results.logits))
+            temperature = request.context.draft_temperature
+            likeliest: Sequence[Row] = ()
+            if results.ranked is not None and temperature == 1:
+                probs, likeliest = results.ranked.part(rows)
+            else:
+                probs = probs_of(results.logits[rows, : self._shared], temperature)
+            if self._shared < self._vocab_size:
+                probs = F.pad(probs, (0, self._vocab_size - self._shared))
+            answers.append(DraftProbs(probs, likeliest=likeliest))
         return answers
 
     def _shadow_of(self, request: DraftRequest) -> ShadowTree:

@@ -21,10 +21,10 @@ from quickbeam.drafters.feature import (
     in_chunks,
     score,
 )
-from quickbeam.drafters.passes import NativePasses, TorchPasses, passes_of
+from quickbeam.drafters.passes import HeadInput, NativePasses, TorchPasses, passes_of
 from quickbeam.drafters.shadow import ShadowTree
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
-from quickbeam.models.base import Batch, Chain, Model, Part, inference
+from quickbeam.models.base import Batch, Chain, Model, Part, RankedRows, inference
 from quickbeam.models.cache.kv import Page, SequenceCache
 from quickbeam.models.native.library import Kernels
 
@@ -40,6 +40,8 @@ class EagleState(FeatureState):
       reads of them. Without a shadow, those of the root if its row was run.
     - `clusters`, `root_clusters`: the clusters that the last call scored, and those that the root's
       call scored.
+    - `probs`, `root_probs`: the distributions of the last call and of the root's call, where the
+      head runs in the pass.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class EagleState(FeatureState):
         self.shadow: ShadowTree | None = None
         self.clusters: torch.Tensor | None = None
         self.root_clusters: torch.Tensor | None = None
+        self.probs: DraftProbs | None = None
+        self.root_probs: DraftProbs | None = None
 
     def readable(self, early: bool = True) -> int:
         return min(self.waiting - early, self.unread_rows)
@@ -65,6 +69,7 @@ class EagleState(FeatureState):
             self.cache.commit([0])
         self.forget_tree()
         self.clusters = self.root_clusters = None
+        self.probs = self.root_probs = None
 
     def forget_tree(self) -> None:
         self.shadow = None
@@ -130,6 +135,7 @@ class EagleDrafter(FeatureDrafter):
         self.routes = routes
         self._norm_output = norm_output
         self._norm_feature = norm_feature
+        self._head = HeadInput(norm_feature, tokens)
         model.set_aux_layers(aux_layers)
 
     @inference
@@ -145,12 +151,14 @@ class EagleDrafter(FeatureDrafter):
         for request in firsts:
             state = request.state
             state.clusters = None if state.waiting else state.root_clusters
+            state.probs = None if state.waiting else state.root_probs
             if state.waiting != state.unread_rows:
                 raise ValueError(
                     f"hidden states of {state.waiting} tokens for {state.unread_rows} not read yet"
                 )
+        head = self._head_of(requests)
         states = [request.state for request in firsts]
-        self._read([state for state in states if state.waiting], early=False)
+        self._read([state for state in states if state.waiting], early=False, head=head)
         for request in firsts:
             state = request.state
             tree = request.tree
@@ -158,19 +166,31 @@ class EagleDrafter(FeatureDrafter):
             state.out = state.out[:1]
             state.feature = state.feature[:1]
         inputs = [self._below(request) for request in requests if list(request.nodes) != [0]]
-        for (state, part, _), out, feature in self._run(inputs):
+        for (state, part, _), out, feature in self._run(inputs, head=head):
             state.out = torch.cat([state.out, out])
             state.feature = torch.cat([state.feature, feature])
             if state.shadow is not None:
                 state.shadow.run += part.rows
         return self._distributions(requests)
 
-    def _read(self, states: Sequence[EagleState], early: bool = True) -> None:
+    def _head_of(self, requests: Sequence[DraftRequest]) -> HeadInput | None:
+        """Return the head that a call's passes have in them; None where it runs after them.
+
+        It does for shortlists and temperatures.
+        """
+        for request in requests:
+            if request.state.shortlist is not None or request.context.draft_temperature != 1:
+                return None
+        return self._head
+
+    def _read(
+        self, states: Sequence[EagleState], early: bool = True, head: HeadInput | None = None
+    ) -> None:
         """Compute rows of the committed tokens that have hidden states.
 
         A row needs the hidden state of a token and the id of the token after it. The last row of
         each state stands for the root, whose distribution is computed. `early`: the call comes
-        before a tree is requested, so the root's row is left out.
+        before a tree is requested, so the root's row is left out. `head`: see `_run`.
         """
         for chunk in in_chunks(states, lambda state: state.readable(early)):
             inputs = list[EagleInput]()
@@ -179,12 +199,13 @@ class EagleDrafter(FeatureDrafter):
                 wanted = int(not early and state.waiting == count)
                 rows = Chain(state.cache, state.ids[first : first + count], wanted)
                 inputs.append(EagleInput(state, rows, state.unread.first(count)))
-            for (state, part, _), out, feature in self._run(inputs, fuse=True):
+            for (state, part, _), out, feature in self._run(inputs, fuse=True, head=head):
                 state.unread.drop(part.rows)
                 state.cache.commit(range(part.rows - part.wanted))
                 if part.wanted:
                     state.out = out[-1:]
                     state.feature = feature[-1:]
+                    state.root_probs = state.probs
 
     def _below(self, request: DraftRequest) -> EagleInput:
         """Return a request's part of a pass: the rows of its nodes, which read their parents'."""
@@ -199,12 +220,13 @@ class EagleDrafter(FeatureDrafter):
         return EagleInput(state, shadow.part(state.cache), state.out[parents])
 
     def _run(
-        self, inputs: Sequence[EagleInput], fuse: bool = False
+        self, inputs: Sequence[EagleInput], fuse: bool = False, head: HeadInput | None = None
     ) -> list[tuple[EagleInput, torch.Tensor, torch.Tensor]]:
         """Run the inputs. Returns each with its outputs and the features that the head reads.
 
         Outputs and features are empty where no row is wanted. `fuse`: whether the inputs' hidden
-        states are the target's.
+        states are the target's. `head`: what runs in the pass, if there is one and no input has a
+        shortlist.
         """
         groups: dict[Shortlist | None, list[EagleInput]] = {}  # of one router: one pass
         for rows in inputs:
@@ -219,7 +241,8 @@ class EagleDrafter(FeatureDrafter):
                 results += [(rows, hidden[:0], hidden[:0]) for rows in group]
                 continue
             route = None if shared is None else shared.route
-            outputs = self.passes.run(batch, hidden, route, fuse)
+            outputs = self.passes.run(batch, hidden, route, fuse, head)
+            self._keep_probs(group, outputs.ranked)
             if shared is not None:
                 self._choose_clusters(shared, group, outputs.scores)
             sizes = [part.rows for part in batch.parts]
@@ -232,6 +255,19 @@ class EagleDrafter(FeatureDrafter):
                 strict=True,
             )
         return results
+
+    def _keep_probs(self, group: Sequence[EagleInput], ranked: RankedRows | None) -> None:
+        """Divide a pass's distributions among its inputs' states."""
+        first = 0
+        for state, part, _ in group:
+            rows = slice(first, first + part.wanted)
+            first = rows.stop
+            state.probs = None
+            if part.wanted and ranked is not None:
+                values, likeliest = ranked.part(rows)
+                state.probs = DraftProbs(values, self.tokens, self.vocab_size, likeliest=likeliest)
+                state.used.calls += 1
+                state.used.tokens += values.shape[1]
 
     def _choose_clusters(
         self, shared: Shortlist, group: Sequence[EagleInput], scores: torch.Tensor | None
@@ -251,15 +287,24 @@ class EagleDrafter(FeatureDrafter):
             first = last
 
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
-        states = [request.state for request in requests]
-        features = [request.state.feature[-len(request.nodes) :] for request in requests]
-        clusters = [state.clusters for state in states]
         probs = dict[int, DraftProbs]()
+        left = list[int]()  # the requests whose passes have no head in them
+        for number, request in enumerate(requests):
+            if request.state.probs is None:
+                left.append(number)
+            else:
+                probs[number] = request.state.probs
+        states = [requests[number].state for number in left]
+        features = [
+            requests[number].state.feature[-len(requests[number].nodes) :] for number in left
+        ]
+        clusters = [state.clusters for state in states]
         for scored in score(states, features, clusters, self.passes):
-            temperature = requests[scored.number].context.draft_temperature
+            number = left[scored.number]
+            temperature = requests[number].context.draft_temperature
             values = probs_of(scored.logits, temperature)
             tokens = self.tokens if scored.tokens is None else scored.tokens
-            probs[scored.number] = DraftProbs(values, tokens, self.vocab_size)
+            probs[number] = DraftProbs(values, tokens, self.vocab_size)
         return [probs[number] for number in range(len(requests))]
 
 

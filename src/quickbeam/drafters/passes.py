@@ -19,7 +19,7 @@ from torch import nn
 from quickbeam.drafters.folder import embed_scale
 from quickbeam.drafters.network import EMBEDDING, DrafterNetwork
 from quickbeam.drafters.shortlist.native import rows_format
-from quickbeam.models.base import Batch, Block, Model
+from quickbeam.models.base import Batch, Block, Model, RankedRows
 from quickbeam.models.compile.compiled_stack import (
     CompiledStack,
     NativeLinear,
@@ -45,6 +45,7 @@ from quickbeam.models.native.quantised import (
 from quickbeam.models.stack import Stack
 from quickbeam.models.torch.attention import PassInputs, attention_on
 from quickbeam.models.torch.graphs import Passes, SideStream
+from quickbeam.models.torch.likeliest import rank_tokens, rows_of
 from quickbeam.models.torch.network import Embedding
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import ListedRows, PassRows, list_pass, uncommitted
@@ -54,16 +55,29 @@ Route = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A router: of states `[n, width]` and embeddings `[n, d]` to scores `[n, clusters]` float32."""
 
 
+class HeadInput(NamedTuple):
+    """What the head reads where it runs in a pass.
+
+    `normed`: it reads the normed stream. `tokens`: of its columns, `[s]`; None: column i is token
+    i.
+    """
+
+    normed: bool
+    tokens: torch.Tensor | None
+
+
 class Outputs(NamedTuple):
     """What a pass gives.
 
     `stream`, `normed`: the residual stream behind the last layer, and behind its norm, `[rows, d]`
     each. `scores`: the router's of the wanted rows, `[wanted, clusters]`; None without a router.
+    `ranked`: the distributions of the wanted rows; None where the head doesn't run in the pass.
     """
 
     stream: torch.Tensor
     normed: torch.Tensor
     scores: torch.Tensor | None = None
+    ranked: RankedRows | None = None
 
 
 class TorchPasses:
@@ -89,16 +103,23 @@ class TorchPasses:
         hidden: torch.Tensor,
         route: Route | None = None,
         fuse: bool = False,
+        head: HeadInput | None = None,
     ) -> Outputs:
         """Run rows, which read the states `hidden` `[rows, width]`.
 
         With `fuse`, these are made of the target's hidden states `[rows, aux_layers * d]`. `route`:
-        a router, which reads of the wanted rows what the first layer does.
+        a router, which reads of the wanted rows what the first layer does. `head`: let the head run
+        in the pass, of which the host then gets the likeliest tokens.
         """
-        results = self._running.run(self._listed(batch), [hidden], (route, fuse))
+        results = self._running.run(self._listed(batch), [hidden], (route, fuse, head))
         stream, normed = (rows[: batch.rows] for rows in results[:2])
-        scores = None if route is None else results[2][: len(batch.wanted)]
-        return Outputs(stream, normed, scores)
+        scores, probs, likeliest = (rows[: len(batch.wanted)] for rows in results[2:])
+        return Outputs(
+            stream,
+            normed,
+            scores=None if route is None else scores,
+            ranked=None if head is None else RankedRows(probs, rows_of(likeliest)),
+        )
 
     def write_keys(self, batch: Batch, hidden: torch.Tensor, fuse: bool = False) -> None:
         """Write keys and values of rows that read `hidden`. They are not committed yet."""
@@ -107,7 +128,12 @@ class TorchPasses:
     # Nothing below reads from the device or depends on its numbers: they are parts of graphs.
 
     def _compute(
-        self, rows: PassRows, hidden: torch.Tensor, route: Route | None, fuse: bool
+        self,
+        rows: PassRows,
+        hidden: torch.Tensor,
+        route: Route | None,
+        fuse: bool,
+        head: HeadInput | None,
     ) -> Sequence[torch.Tensor]:
         states = self.layers.fuse(hidden) if fuse else hidden.float()
         embedded = self._embedded(rows)
@@ -120,8 +146,14 @@ class TorchPasses:
         normed = self.layers.norm(stream)
         if route is not None and self._side is not None:
             self._side.join()
-        dtype = self.pool.dtype
-        return stream.to(dtype), normed.to(dtype), scores
+        stream = stream.to(self.pool.dtype)
+        normed = normed.to(self.pool.dtype)
+        probs = states.new_empty(0)
+        likeliest = states.new_empty(0, dtype=torch.int32)
+        if head is not None:
+            read = normed if head.normed else stream
+            probs, likeliest = rank_tokens(self.logits(read[rows.wanted]), head.tokens)
+        return stream, normed, scores, probs, likeliest
 
     def _compute_keys(
         self, rows: PassRows, hidden: torch.Tensor, fuse: bool
@@ -195,8 +227,9 @@ class NativePasses:
         hidden: torch.Tensor,
         route: Route | None = None,
         fuse: bool = False,
+        head: HeadInput | None = None,
     ) -> Outputs:
-        """See `TorchPasses.run`."""
+        """See `TorchPasses.run`. The head never runs in the pass."""
         states = self._states(hidden, fuse)
         outputs = self.run_rows(list_rows(batch), states)
         if route is None:

@@ -24,6 +24,7 @@ import torch
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.drafters.largest import largest
+from quickbeam.models.native.library import Kernels
 from quickbeam.noise import Array, NoisePosition, Row
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import draw
@@ -157,9 +158,7 @@ def likeliest_children(
     """
     min_probs = min_probs or [0.0] * len(distributions.values)
     if context.noise is None:
-        rows = largest(
-            distributions.values, count, min_probs, distributions.tokens, context.kernels
-        )
+        rows = largest_children(distributions, count, min_probs, context.kernels)
     else:
         values = distributions.values.cpu()
         tokens = None if distributions.tokens is None else distributions.tokens.cpu()
@@ -173,6 +172,27 @@ def likeliest_children(
         rows = context.noise.perturb(values, tokens, noise_positions, context.temperature, count)
     for i, token in distributions.forced.items():
         rows[i] = [token], [1.0]
+    return rows
+
+
+def largest_children(
+    distributions: DraftProbs,
+    count: int,
+    min_probs: Sequence[float],
+    kernels: Kernels | None = None,
+) -> list[Row]:
+    """Return the `count` likeliest tokens of each row with more than its `min_probs`.
+
+    They are those on the host (`DraftProbs.likeliest`), where these are enough. `kernels`: see
+    `largest`.
+    """
+    listed = distributions.likeliest
+    if not listed or count > min(len(tokens) for tokens, _ in listed):
+        return largest(distributions.values, count, min_probs, distributions.tokens, kernels)
+    rows = list[Row]()
+    for (tokens, values), least in zip(listed, min_probs, strict=True):
+        kept = sum(value > least for value in values[:count])
+        rows.append((tokens[:kept], values[:kept]))
     return rows
 
 

@@ -100,7 +100,7 @@ def _answer(
     if distributions.confidence:
         by_row = dict(zip(free, distributions.confidence, strict=True))
         confidence = [by_row.get(row, 1.0) for row in range(count)]
-    return distributions._replace(values=values, forced=forced, confidence=confidence)
+    return distributions._replace(values=values, forced=forced, confidence=confidence, likeliest=())
 
 
 def _not_asked(tree: TokenTree, nodes: Sequence[int], asked: Collection[int]) -> list[list[int]]:

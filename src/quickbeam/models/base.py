@@ -18,6 +18,7 @@ from torch import nn
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.cache.kv import Pool, SequenceCache
+from quickbeam.noise import Row
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # tokens of prompts that a pass reads
@@ -146,6 +147,20 @@ class Batch:
         return rows
 
 
+class RankedRows(NamedTuple):
+    """The distributions of a pass's rows, at temperature 1.
+
+    `probs`: `[wanted, s]` float32, of the first s tokens, on the model's device. `likeliest`: of
+    each row, the likeliest tokens and their probabilities, on the host.
+    """
+
+    probs: torch.Tensor
+    likeliest: Sequence[Row]
+
+    def part(self, rows: slice) -> RankedRows:
+        return RankedRows(self.probs[rows], self.likeliest[rows])
+
+
 class Passed(NamedTuple):
     """The results of a pass for one part.
 
@@ -153,13 +168,14 @@ class Passed(NamedTuple):
     `hidden` `[rows, layers * d]`: hidden states of all rows, where the model watches layers.
     `best`: the likeliest token of each row of `logits` where the pass finds it, -1 where the logits
     are not finite. `drawn`: the tokens that are drawn as a draft says, where the pass draws them,
-    -1 where the host has to.
+    -1 where the host has to. `ranked`: of each row of `logits`, where the pass ranks tokens.
     """
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
     best: list[int] | None = None
     drawn: list[int] | None = None
+    ranked: RankedRows | None = None
 
 
 class Streamed(ABC):
@@ -291,6 +307,7 @@ def split(
     hidden: torch.Tensor | None,
     best: list[int] | None,
     drawn: list[int] | None = None,
+    ranked: RankedRows | None = None,
 ) -> list[Passed]:
     """Divide the results of all rows of a pass among its parts.
 
@@ -307,6 +324,7 @@ def split(
                 None if hidden is None else hidden[row : row + part.rows],
                 None if best is None else best[wanted],
                 None if drawn is None or draws is None else drawn[wanted],
+                None if ranked is None else ranked.part(wanted),
             )
         )
         row += part.rows

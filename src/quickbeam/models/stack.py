@@ -221,13 +221,26 @@ Recurrent = ShortConv | LinearAttention
 
 
 @dataclass(frozen=True)
+class Xielu:
+    """The parameters of the activation xIELU, `[1]` each (2411.13010).
+
+    x > 0:  a x² + b x                a = softplus(`positive`)
+    else:   c (e^x - 1 - x) + b x     c = b + softplus(`negative`), b = 1/2
+    """
+
+    positive: Name
+    negative: Name
+
+
+@dataclass(frozen=True)
 class FeedForward:
     """`down(activation(up(x)))`, or with `gated` `down(activation(gate(x)) * up(x))`.
 
     With `gated`, the field `up` has two weights: the gate projection's, and the up projection's.
     `activation`: one of the kernels' (`native/library.py`); `clamped` is `(u + 1) * g *
-    sigmoid(slope * g)` with g, of the gate, at most `limit`, and u clamped to ±`limit`. The gate is
-    taken times `gate_scale`, and the result, which is added to the residual stream, times `factor`.
+    sigmoid(slope * g)` with g, of the gate, at most `limit`, and u clamped to ±`limit`; `xielu` is
+    that of the field `xielu`, without a gate. The gate is taken times `gate_scale`, and the result,
+    which is added to the residual stream, times `factor`.
     """
 
     up: Linear
@@ -238,6 +251,7 @@ class FeedForward:
     slope: float = 1.0
     gate_scale: float = 1.0
     factor: float = 1.0
+    xielu: Xielu | None = None
 
 
 @dataclass(frozen=True)

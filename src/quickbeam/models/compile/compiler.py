@@ -154,11 +154,18 @@ class StackCompiler:
         *,
         activation: str | None = None,
         scaling: float = 1.0,
+        softcap: float | None = None,
     ) -> None:
         """Add a product. The arguments after `linear` are those of `Program.linear`."""
         packed = self.packed(linear)
         self.program.linear(
-            packed, source, target, epilogue, activation=activation, scaling=scaling
+            packed,
+            source,
+            target,
+            epilogue,
+            activation=activation,
+            scaling=scaling,
+            softcap=softcap,
         )
 
     def convolved(self, conv: BlockConv | None, source: Buffer) -> Buffer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from quickbeam.models.compile.compiler import StackCompiler
 from quickbeam.models.compile.experts import add_experts, add_parallel_experts, add_per_layer_input
@@ -10,7 +11,7 @@ from quickbeam.models.compile.recurrent import add_recurrent
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.program import Buffer
-from quickbeam.models.stack import Attention, Experts, Latent, Layer, Linear, Norm
+from quickbeam.models.stack import Attention, Experts, Latent, Layer, Linear, Norm, Xielu
 
 
 def add_layer(c: StackCompiler, layer: Layer, i: int, source: Buffer | None = None) -> None:
@@ -225,16 +226,28 @@ def _feed(c: StackCompiler, layer: Layer) -> None:
     conv = None if layer.convs is None else layer.convs[1]
     source = c.convolved(conv, source)
     inner = c.buffer("inner", c.packed(feed_forward.down).inputs)
+    scaling = feed_forward.gate_scale
+    curve: float | None = None
+    if feed_forward.xielu is not None:
+        scaling, curve = _xielu_factors(c, feed_forward.xielu)
     c.product(
         feed_forward.up,
         source,
         inner,
         library.GATED if feed_forward.gated else library.ACTIVATE,
         activation=feed_forward.activation,
-        scaling=feed_forward.gate_scale,
+        scaling=scaling,
+        softcap=curve,
     )
     if layer.parallel_experts is None or after is None:
         c.add_to_stream(feed_forward.down, inner, after, factor * feed_forward.factor, conv)
         return
     c.product(feed_forward.down, inner, c.result)
     c.norm(after, add_parallel_experts(c, layer.parallel_experts), c.x, add=factor)
+
+
+def _xielu_factors(c: StackCompiler, xielu: Xielu) -> tuple[float, float]:
+    """Return a and c of xIELU (`stack.Xielu`)."""
+    a = F.softplus(c.parameters(xielu.positive).float())
+    curve = 0.5 + F.softplus(c.parameters(xielu.negative).float())
+    return float(a), float(curve)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's model_type
     "afmoe": mixtures.afmoe,
+    "apertus": llama.apertus,
     "arcee": llama.arcee,
     "bamba": mamba.bamba,
     "codegen": layer_norms.codegen,

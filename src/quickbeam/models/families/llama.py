@@ -1,6 +1,6 @@
 """Llama and what is close to it: Seed-OSS, SmolLM3, Granite (dense and of experts), Mistral and
-Ministral, Phi-3 and Phi-4, Hunyuan (dense and of experts), EXAONE 4, OLMo 1 to 3, ERNIE 4.5, Arcee,
-Helium, CWM, HyperCLOVA X and nanochat."""
+Ministral, Apertus, Phi-3 and Phi-4, Hunyuan (dense and of experts), EXAONE 4, OLMo 1 to 3,
+ERNIE 4.5, Arcee, Helium, CWM, HyperCLOVA X and nanochat."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from quickbeam.models.families.reading import (
     AFTER,
     BEFORE,
     Config,
+    NormNames,
+    NotDescribed,
     activation,
     attention,
     decoder,
@@ -34,6 +36,7 @@ from quickbeam.models.stack import (
     Rotary,
     Routing,
     Stack,
+    Xielu,
 )
 
 
@@ -44,6 +47,27 @@ def llama(config: Config, out_bias: bool | None = None) -> Stack:
     def layer(i: int) -> Layer:
         mixer = attention(config, i, config.attention_bias, out_bias)
         return layer_of(config, i, mixer, gated(config, i, config.mlp_bias))
+
+    return decoder(config, layer)
+
+
+def apertus(config: Config) -> Stack:
+    """xIELU without a gate, and norms of queries and keys."""
+
+    def layer(i: int) -> Layer:
+        prefix = f"model.layers.{i}.mlp"
+        if config.hidden_act != "xielu":
+            raise NotDescribed(f"the activation {config.hidden_act}")
+        feed_forward = FeedForward(
+            up=linear(f"{prefix}.up_proj"),
+            down=linear(f"{prefix}.down_proj"),
+            activation="xielu",
+            gated=False,
+            xielu=Xielu(f"{prefix}.act_fn.alpha_p", f"{prefix}.act_fn.alpha_n"),
+        )
+        mixer = attention(config, i, config.attention_bias, norms=head_norms(config, i))
+        names = NormNames("attention_layernorm", "feedforward_layernorm")
+        return layer_of(config, i, mixer, feed_forward, names)
 
     return decoder(config, layer)
 

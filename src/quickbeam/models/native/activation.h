@@ -4,7 +4,7 @@
 
 namespace qb {
 
-enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, CLAMPED, LOGISTIC };
+enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, CLAMPED, LOGISTIC, XIELU };
 
 inline Lanes activate(int32_t kind, Lanes x) {
   switch (kind) {
@@ -37,6 +37,13 @@ inline Lanes let_through(int32_t kind, Lanes gate, Lanes up, float limit, float 
   const Lanes g = least(all(limit), gate), u = greatest(all(-limit), least(all(limit), up));
   const Lanes swish = div(g, add(all(1.0f), exponential(sub(zero(), mul(g, all(slope))))));
   return mul(add(u, all(1.0f)), swish);
+}
+
+// xIELU: a x^2 + x / 2 for x above 0, c (e^x - 1 - x) + x / 2 below.
+inline Lanes xielu(Lanes x, float a, float c) {
+  const Lanes above = greatest(zero(), x), below = least(zero(), x);
+  const Lanes curve = sub(sub(exponential(below), all(1.0f)), below);
+  return fma(mul(above, above), all(a), fma(curve, all(c), mul(x, all(0.5f))));
 }
 
 }  // namespace qb

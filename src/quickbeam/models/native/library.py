@@ -37,8 +37,8 @@ EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, SELECTED, EXPERTS, RECUR = range(9)
 GATE, LATENT, REORDER, CONVOLVE = range(9, 13)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
-# "clamped" is for experts alone, "sigmoid" for gates
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped", "sigmoid")
+# "clamped" is for experts alone, "sigmoid" for gates, "xielu" for products without a gate
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped", "sigmoid", "xielu")
 # of routers: what the weights of the selected experts are
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "mixer")
 # how a checkpoint holds the values of a weight (blocks.h)

@@ -306,6 +306,10 @@ class Worker {
       const int64_t to = (block + b) * 16, count = std::min<int64_t>(16, op.outputs - to);
       Lanes y = load(sums + b * 16);
       if (bias) y = add(y, load_first(bias + to, count));
+      if (op.epilogue == ACTIVATE && op.activation == XIELU) {
+        put(op, row, to, count, xielu(y, op.scaling, op.softcap));
+        continue;
+      }
       if (op.epilogue == ACTIVATE) y = activate(op.activation, y);
       if (op.epilogue == ADD) {
         float* p = at<float>(op.target) + row * op.target_stride + op.target_offset + to;

@@ -205,7 +205,8 @@ class Program:
         The epilogue is `STORE`, `ADD` (to a float32 target), `GATED` (`activation` of the gate
         times `scaling`, times the up projection), `ACTIVATE` or `BEST` (the result is stored, and
         the column of each row's largest element goes to the buffer `best`, int64). All but `GATED`
-        take the result times `scaling`, and soft-capped by `softcap`.
+        take the result times `scaling`, and soft-capped by `softcap`. For the activation `xielu`,
+        these are its factors a and c (`stack.Xielu`).
 
         The source is float32 for float32 weights, else bfloat16. `gathered`: the source holds only
         the wanted rows, one after the other. Weights of several formats are multiplied one after

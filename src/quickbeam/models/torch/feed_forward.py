@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.models.stack import Experts, FeedForward, Linear, ParallelExperts, Routing
+from quickbeam.models.stack import Experts, FeedForward, Linear, ParallelExperts, Routing, Xielu
 from quickbeam.models.torch.parts import ACTIVATIONS, Reader, constant
 from quickbeam.models.torch.rows import PassRows
 
@@ -32,6 +32,22 @@ def activated(feed_forward: FeedForward, inner: torch.Tensor) -> torch.Tensor:
     return activation(gate * feed_forward.gate_scale) * up
 
 
+class XieluLayer(nn.Module):
+    """The activation xIELU (`stack.Xielu`), element by element."""
+
+    def __init__(self, xielu: Xielu, reader: Reader) -> None:
+        super().__init__()
+        self.positive = reader.vector(xielu.positive)
+        self.negative = reader.vector(xielu.negative)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = F.softplus(self.positive)
+        c = 0.5 + F.softplus(self.negative)
+        above = x.clamp(min=0)
+        below = x.clamp(max=0)
+        return a * above * above + c * (torch.expm1(below) - below) + 0.5 * x
+
+
 class FeedForwardLayer(nn.Module):
     """A feed-forward (`stack.FeedForward`): `[n, d]` to `[n, d]`."""
 
@@ -40,9 +56,13 @@ class FeedForwardLayer(nn.Module):
         self.feed_forward = feed_forward
         self.up = reader.product(feed_forward.up)
         self.down = reader.product(feed_forward.down)
+        self.xielu: nn.Module | None = None
+        if feed_forward.xielu is not None:
+            self.xielu = XieluLayer(feed_forward.xielu, reader)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = activated(self.feed_forward, self.up(x))
+        inner = self.up(x)
+        inner = activated(self.feed_forward, inner) if self.xielu is None else self.xielu(inner)
         result: torch.Tensor = self.down(inner) * self.feed_forward.factor
         return result
 

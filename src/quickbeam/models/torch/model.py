@@ -16,6 +16,7 @@ from quickbeam.models.base import (
     Batch,
     Model,
     Passed,
+    RankedRows,
     check_layers,
     inference,
     split,
@@ -25,6 +26,7 @@ from quickbeam.models.stack import Stack
 from quickbeam.models.torch.attention import runs_triton
 from quickbeam.models.torch.cuda_settings import fix_sums
 from quickbeam.models.torch.graphs import Graphs
+from quickbeam.models.torch.likeliest import rank_tokens, rows_of
 from quickbeam.models.torch.network import Network
 from quickbeam.models.torch.noise import DrawnRows, draw, philox
 from quickbeam.models.torch.pages import RowPool
@@ -41,6 +43,7 @@ from quickbeam.models.torch.rows import (
 )
 from quickbeam.models.torch.same_bits import find_padding
 from quickbeam.models.torch.size_classes import SIZES
+from quickbeam.models.torch.states import state_shapes
 from quickbeam.models.weights.parameters import Parameters
 
 logger = logging.getLogger(__name__)
@@ -52,12 +55,15 @@ class PassResults(NamedTuple):
     `logits`: `[wanted, vocab]` float32. `tokens`: the token after each wanted row, `[wanted]`
     int64. It is drawn where `PassRows.draws` says so, and the likeliest elsewhere. It is -1 where
     the host has to draw, or the logits are not finite. `hidden`: `[n, layers * d]`, where layers
-    are watched.
+    are watched. `probs`, `likeliest`: see `rank_tokens`, where the pass ranks tokens. Such a pass
+    chooses none: `tokens` is empty.
     """
 
     logits: torch.Tensor
     tokens: torch.Tensor
     hidden: torch.Tensor
+    probs: torch.Tensor
+    likeliest: torch.Tensor
 
 
 class TorchModel(Model):
@@ -73,8 +79,7 @@ class TorchModel(Model):
     the largest size is in such a class, all passes are padded to sizes of the class, wider passes
     are divided, and `exact` is true. Otherwise a token's bits may depend on what else is in the
     pass. Then answers with drafts and without are the same only as far as rounding allows. Sizes
-    are not compared for recurrent models, whose passes are not padded, and for models with
-    `memory`.
+    are not compared for models with `memory`.
     """
 
     def __init__(
@@ -100,20 +105,23 @@ class TorchModel(Model):
             self._network = Network(parameters, stack, weights_device, dtype, packed)
             if memory is not None:
                 self.streamed = pin_layers(self._network, memory, device, copies)
-            zeros = self._network.zero_states()
-            self._pool = RowPool(kv_shapes(stack), dtype, device, zeros=zeros)
+            states = state_shapes(stack)
+            self._pool = RowPool(kv_shapes(stack), dtype, device, states)
         super().__init__(parameters.config, dtype, device, vocab_size, self._pool)
         self.chunk = chunk
         self._reason = reason
         self._watched = tuple[int, ...]()
+        self._ranked = 0  # how many tokens passes rank; 0 for none
         if self.streamed is not None:
             self.chunk = STREAMED_CHUNK
             self.mixed_chunk = STREAMED_CHUNK // 4
         self.weight_bytes = self._network.product_bytes
-        # the host looks up states of recurrent layers, and streamed layers wait for copies that
-        # began in the pass before: neither fits in a graph
-        is_fixed = not zeros and self.streamed is None
-        has_graphs = device.type == "cuda" and is_fixed
+        # streamed layers wait for copies that began in the pass before, which fits in no graph
+        is_fixed = self.streamed is None
+        # without Triton's kernels, each row of a recurrent layer takes operations of its own: too
+        # many for graphs of all sizes
+        is_short = not states or runs_triton(device)
+        has_graphs = device.type == "cuda" and is_fixed and is_short
         self._graphs = Graphs(self._run, device) if has_graphs else None
         self._padding = Padding() if has_graphs else None
         self._draws_tokens = device.type == "cuda"  # whether passes draw tokens
@@ -161,6 +169,10 @@ class TorchModel(Model):
         hidden: torch.Tensor | None = None
         if self._watched:
             hidden = concatenated([result.hidden for result in results])
+        if self._ranked:
+            likeliest = rows_of(concatenated([result.likeliest for result in results]))
+            ranked = RankedRows(concatenated([result.probs for result in results]), likeliest)
+            return split(batch.parts, logits, hidden, best=None, ranked=ranked)
         if self.device.type == "cpu" and not self._draws_tokens:
             return split(batch.parts, logits, hidden, best=None)
         # one transfer for the pass: row by row, each token would wait for the device
@@ -178,8 +190,14 @@ class TorchModel(Model):
     ) -> PassResults:
         """Run a pass, and return its results without those of padding."""
         listed = list_pass(parts, self._pool, tokens, wanted, self._padding, draws)
-        logits, next_tokens, hidden = self._results(listed)
-        return PassResults(logits[: len(wanted)], next_tokens[: len(wanted)], hidden[: len(tokens)])
+        results = self._results(listed)
+        return PassResults(
+            logits=results.logits[: len(wanted)],
+            tokens=results.tokens[: len(wanted)],
+            hidden=results.hidden[: len(tokens)],
+            probs=results.probs[: len(wanted)],
+            likeliest=results.likeliest[: len(wanted)],
+        )
 
     def _results(self, listed: ListedRows) -> PassResults:
         """Run a pass: as a graph, where the model has graphs."""
@@ -193,7 +211,14 @@ class TorchModel(Model):
         logits = self._network.logits(x[rows.wanted])
         streams = streams or [x.new_empty(0)]
         hidden = torch.cat(streams, -1).to(self.dtype)
-        return PassResults(logits, select_tokens(logits, rows), hidden)
+        tokens = rows.wanted[:0]
+        probs = logits.new_empty(0)
+        likeliest = logits.new_empty(0, dtype=torch.int32)
+        if self._ranked:
+            probs, likeliest = rank_tokens(logits[:, : self._ranked])
+        else:
+            tokens = select_tokens(logits, rows)
+        return PassResults(logits, tokens, hidden, probs, likeliest)
 
     @property
     def embedding(self) -> nn.Module:
@@ -206,6 +231,15 @@ class TorchModel(Model):
     def set_aux_layers(self, layers: Sequence[int]) -> None:
         check_layers(layers, self.config.num_hidden_layers)
         self._watched = tuple(layers)
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    def rank(self, tokens: int) -> None:
+        """Make passes rank the first `tokens` tokens of the vocabulary (`Passed.ranked`).
+
+        Passes choose no tokens then: the model is a drafter's.
+        """
+        self._ranked = tokens
         if self._graphs is not None:
             self._graphs.clear()
 

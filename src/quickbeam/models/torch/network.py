@@ -33,7 +33,6 @@ from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.parts import ACTIVATIONS, Product, Reader, soft_cap
 from quickbeam.models.torch.recurrent import recurrent_layer
 from quickbeam.models.torch.rows import PassRows
-from quickbeam.models.torch.states import State
 from quickbeam.models.weights.parameters import Parameters
 
 PRODUCTS = (Product, GroupedProduct, PackedProduct)
@@ -370,15 +369,6 @@ class Network(LayerStack):
         """Bytes of the weights of all products."""
         products = (module for module in self.modules() if isinstance(module, PRODUCTS))
         return sum(product.weight.nbytes for product in products)
-
-    def zero_states(self) -> State:
-        """Return the states of an empty sequence, by the indices of recurrent layers."""
-        states = State()
-        for index, block in enumerate(self.blocks):
-            recurrent: Any = block.recurrent
-            if recurrent is not None:
-                states[index] = recurrent.zeros()
-        return states
 
     def forward(
         self, rows: PassRows, pool: RowPool, watched: Sequence[int] = ()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import torch
 from quickbeam.models.base import inference
 from quickbeam.models.cache.kv import Page, Pool, SequenceCache
 from quickbeam.models.native.operands import KVShape
-from quickbeam.models.torch.states import State, TorchStates
+from quickbeam.models.torch.states import StateShape, StateSlots, TorchStates
 
 FIRST_BYTES = 2**30  # of keys and values that are allocated at once on CUDA
 
@@ -30,8 +31,7 @@ class RowPool(Pool):
     `key[i]`, `value[i]`: keys and values of layer i, `[rows, kv_heads, dim]`. Layers of one shape
     are views of one tensor `[layers, rows, kv_heads, dim]`, so that rows are moved for all of them
     at once. Page 0 belongs to no sequence. Its row 0 is read in place of keys that a row doesn't
-    see, and rows of padding write to its last row. `zeros`: the state of an empty sequence.
-    `generation` changes when the tensors are replaced by larger ones.
+    see, and rows of padding write to its last row. `states`: those of recurrent layers.
     """
 
     page = 64
@@ -41,13 +41,13 @@ class RowPool(Pool):
         shapes: Sequence[KVShape],
         dtype: torch.dtype,
         device: torch.device,
-        zeros: State | None = None,
+        states: Mapping[int, StateShape] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.dtype = dtype
         self.device = device
-        self.zeros = zeros or {}
-        self.generation = 0
+        self.states = StateSlots(states, device)
+        self._page_generation = 0
         elements = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
         self.page_bytes = self.page * dtype.itemsize * elements
         self._shapes = list(shapes)
@@ -63,8 +63,8 @@ class RowPool(Pool):
             size = (count, self.page, heads, dim)
             self._stacked[heads, dim] = torch.zeros(size, dtype=dtype, device=device)
         self._set_views()
-        if self.zeros:
-            self.set_state_size(sum(state.nbytes for state in self.zeros.values()))
+        if states:
+            self.set_state_size(self.states.slot_bytes)
 
     def _set_views(self) -> None:
         """Set `key` and `value` to views of the stacked tensors."""
@@ -75,8 +75,13 @@ class RowPool(Pool):
             self.key.append(next(views[shape.kv_heads, shape.key_dim]))
             self.value.append(next(views[shape.kv_heads, shape.value_dim]))
 
-    def make_state(self) -> State:
-        return {}
+    @property
+    def generation(self) -> int:
+        """A number that changes when tensors are replaced by larger ones."""
+        return self._page_generation + self.states.generation
+
+    def make_state(self) -> int:
+        return self.states.allocate()
 
     def new(self) -> RowStore:
         return RowStore(self)
@@ -95,7 +100,7 @@ class RowPool(Pool):
                 zeros = stacked.new_zeros(len(stacked), added, *shape)
                 self._stacked[shape] = torch.cat([stacked, zeros], 1)
             self._set_views()
-            self.generation += 1
+            self._page_generation += 1
         self._page_count += 1
         return Page(self._page_count - 1)
 
@@ -137,8 +142,8 @@ class RowStore(SequenceCache):
         super().__init__(pool)
         self.page_numbers = np.zeros(0, np.int64)
         self._states: TorchStates | None = None
-        if pool.zeros:
-            self._states = TorchStates(pool, pool.zeros)
+        if pool.states.layers:
+            self._states = TorchStates(pool, pool.states)
 
     @property
     def states(self) -> TorchStates:

@@ -1,4 +1,4 @@
-"""Recurrent layers: short convolutions, the gated delta rule and Mamba-2, step by step."""
+"""Recurrent layers: short convolutions, the gated delta rule and Mamba-2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import nn
 from quickbeam.models.stack import LinearAttention, Recurrent, ShortConv
 from quickbeam.models.torch.attention import PassInputs
 from quickbeam.models.torch.parts import Reader
-from quickbeam.models.torch.states import LayerState, run_along_paths
+from quickbeam.models.torch.recurrence import recurrence_on
+from quickbeam.models.torch.rows import PassRows
 
 LENGTH_EPSILON = 1e-6  # of the squared length of queries and keys of the delta rule
 
@@ -19,23 +20,33 @@ class CausalConvolution(nn.Module):
 
     def __init__(self, recurrent: Recurrent, reader: Reader) -> None:
         super().__init__()
-        self.taps = recurrent.taps
-        self.channels = recurrent.channels
         self.weight = reader.vector(recurrent.weight)
         self.bias = reader.optional_vector(recurrent.bias)
 
-    def forward(self, x: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return results `[b, m, channels]`, and the last `taps - 1` tokens of each text.
+    def forward(self, x: torch.Tensor, rows: PassRows, conv: torch.Tensor) -> torch.Tensor:
+        """Return results for the rows `x`, `[n, channels]` both, and write their last tokens.
 
-        `x`: `[b, m, channels]`. `last`: the tokens before, `[b, channels, taps - 1]`.
+        `conv`: those of all slots (`LayerStates`).
         """
-        text = torch.cat([last, x.transpose(1, 2)], -1)
-        result = F.conv1d(text, self.weight, self.bias, groups=self.channels)
-        return result.transpose(1, 2), text[..., text.shape[-1] - self.taps + 1 :]
+        window = torch.cat([tokens_before(x, rows.history, conv), x[:, None]], 1)
+        conv.index_copy_(0, rows.state_written, window[:, 1:])
+        taps = self.weight[:, 0].T  # [taps, channels]
+        result: torch.Tensor = window[:, 0] * taps[0]
+        for i in range(1, len(taps)):
+            result = result + window[:, i] * taps[i]
+        if self.bias is not None:
+            result = result + self.bias
+        return result
 
-    def zeros(self) -> torch.Tensor:
-        """Return what comes before a text's first token."""
-        return torch.zeros(self.channels, self.taps - 1, device=self.weight.device)
+
+def tokens_before(x: torch.Tensor, history: torch.Tensor, conv: torch.Tensor) -> torch.Tensor:
+    """Return the tokens before each row, the oldest first, `[n, history, channels]`.
+
+    They are rows of the pass, `x` `[n, channels]`, or tokens of `conv` (`ListedStates.history`).
+    """
+    in_pass = x[history.clamp(min=0)]
+    in_states = conv.flatten(0, 1)[(-1 - history).clamp(min=0)]
+    return torch.where(history[..., None] >= 0, in_pass, in_states)
 
 
 class ShortConvLayer(nn.Module):
@@ -51,18 +62,10 @@ class ShortConvLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         gate, out_gate, value = self.into(x).chunk(3, -1)
-        calls = inputs.rows.recurrent_calls
-        convolved = run_along_paths(calls, self.index, self._convolve, gate * value)
+        conv = inputs.pool.states.layers[self.index].conv
+        convolved = self.convolution(gate * value, inputs.rows, conv)
         result: torch.Tensor = self.out(out_gate * convolved) * self.factor
         return result
-
-    def _convolve(self, state: LayerState, x: torch.Tensor) -> tuple[torch.Tensor, LayerState]:
-        result, last = self.convolution(x, state.conv)
-        return result, LayerState(last, None)
-
-    def zeros(self) -> LayerState:
-        """Return the state of an empty text."""
-        return LayerState(self.convolution.zeros(), None)
 
 
 class LinearAttentionLayer(nn.Module):
@@ -109,42 +112,25 @@ class LinearAttentionLayer(nn.Module):
         rate = rate.sigmoid() if linear.delta else step  # [n, heads]
         decay = (-self.log_slope.exp() * step).exp()  # [n, heads]
 
-        calls = inputs.rows.recurrent_calls
-        mixed = run_along_paths(calls, self.index, self._recur, qkv, rate, decay)
+        states = inputs.pool.states.layers[self.index]
+        assert states.matrix is not None
+        convolved = self.convolution(qkv, inputs.rows, states.conv)
+        query, key, value = self._heads(F.silu(convolved))
+        recur = recurrence_on(x.device)
+        mixed = recur(
+            states.matrix, inputs.rows, query, key, value, rate, decay, delta=linear.delta
+        )
+        if self.skip is not None:
+            mixed = mixed + self.skip[:, None] * value
+        mixed = mixed.flatten(1)
         mixed = torch.unflatten(mixed, -1, (linear.groups, -1))
         gate = torch.unflatten(F.silu(gate), -1, (linear.groups, -1))
         mixed = self.norm(mixed * gate) if linear.norm_last else self.norm(mixed) * gate
         result: torch.Tensor = self.out(mixed.flatten(1)) * linear.factor
         return result
 
-    def _recur(
-        self, state: LayerState, x: torch.Tensor, rate: torch.Tensor, decay: torch.Tensor
-    ) -> tuple[torch.Tensor, LayerState]:
-        """Return `[b, m, heads * value_dim]`, and the states behind the last tokens.
-
-        `x`: queries, keys and values before the convolution, `[b, m, channels]`. `rate`, `decay`:
-        `[b, m, heads]`.
-        """
-        convolved, last = self.convolution(x, state.conv)
-        query, key, value = self._heads(F.silu(convolved))
-        matrix = state.recurrent  # [b, heads, key_dim, value_dim]
-        assert matrix is not None
-        results = list[torch.Tensor]()
-        for t in range(x.shape[1]):
-            matrix = matrix * decay[:, t, :, None, None]
-            update = value[:, t]
-            if self.linear.delta:
-                update = update - torch.einsum("bhkv,bhk->bhv", matrix, key[:, t])
-            update = update * rate[:, t, :, None]
-            matrix = matrix + key[:, t, ..., None] * update[:, :, None]
-            results.append(torch.einsum("bhkv,bhk->bhv", matrix, query[:, t]))
-        result = torch.stack(results, 1)
-        if self.skip is not None:
-            result = result + self.skip[:, None] * value
-        return result.flatten(2), LayerState(last, matrix)
-
     def _heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys `[b, m, heads, key_dim]` and values `[b, m, heads, value_dim]`."""
+        """Return queries, keys `[n, heads, key_dim]` and values `[n, heads, value_dim]`."""
         linear = self.linear
         keys = linear.key_heads * linear.key_dim
         values = linear.heads * linear.value_dim
@@ -163,18 +149,11 @@ class LinearAttentionLayer(nn.Module):
         return query, key, value
 
     def _repeat_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Repeat `[b, m, key_heads, key_dim]` for all heads of values."""
+        """Repeat `[n, key_heads, key_dim]` for all heads of values."""
         group = self.linear.heads // self.linear.key_heads
         if self.linear.tiled:
-            return x.repeat(1, 1, group, 1)
-        return x.repeat_interleave(group, 2)
-
-    def zeros(self) -> LayerState:
-        """Return the state of an empty text."""
-        linear = self.linear
-        shape = (linear.heads, linear.key_dim, linear.value_dim)
-        matrix = torch.zeros(shape, device=self.shift.device)
-        return LayerState(self.convolution.zeros(), matrix)
+            return x.repeat(1, group, 1)
+        return x.repeat_interleave(group, 1)
 
 
 def unit_length(x: torch.Tensor) -> torch.Tensor:

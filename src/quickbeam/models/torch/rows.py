@@ -18,7 +18,13 @@ import torch
 
 from quickbeam.models.base import Batch, Block, Draft, Draws, Part
 from quickbeam.models.torch.pages import RowPool, RowStore, to_device
-from quickbeam.models.torch.states import RecurrentCall, RecurrentPart, recurrent_calls
+from quickbeam.models.torch.states import (
+    NO_TOKENS,
+    SCRATCH,
+    ListedStates,
+    list_text,
+    list_tree,
+)
 
 
 class UncommittedTokens(NamedTuple):
@@ -90,6 +96,10 @@ TENSORS = (
     "pages",
     "path",
     "draws",
+    "state_read",
+    "state_written",
+    "history",
+    "bounds",
 )
 
 
@@ -97,7 +107,8 @@ class PassSizes(NamedTuple):
     """The sizes of a pass.
 
     `rows`: rows. `wanted`: rows with logits. `sequences`: sequences. `pages`: pages of a sequence.
-    `path`: nodes of a path in a draft tree. `draws`: whether the pass draws tokens.
+    `path`: nodes of a path in a draft tree. `draws`: whether the pass draws tokens. `history`: how
+    many tokens before a row recurrent layers read; 0 where the model has no such layers.
     """
 
     rows: int
@@ -106,6 +117,7 @@ class PassSizes(NamedTuple):
     pages: int
     path: int
     draws: bool = False
+    history: int = 0
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -115,7 +127,11 @@ class PassSizes(NamedTuple):
         pages = (self.sequences, self.pages)
         path = (self.rows, self.path)
         draws = (self.wanted if self.draws else 0, len(Draws._fields))
-        return [rows, rows, rows, rows, rows, rows, wanted, pages, path, draws]
+        states = (self.rows if self.history else 0,)
+        history = (self.rows, self.history)
+        bounds = (self.sequences + 1 if self.history else 0,)
+        of_attention = [rows, rows, rows, rows, rows, rows, wanted, pages, path, draws]
+        return [*of_attention, states, states, history, bounds]
 
     @property
     def numbers(self) -> int:
@@ -137,8 +153,10 @@ class PassRows:
     - `path`: the rows of the pool with the keys that a row sees behind those in pages, `[n, D]`.
     - `draws`: how tokens are drawn after the wanted rows, the bits of `Draws`, `[w, 3]`; `[0, 3]`
       where no tokens are drawn.
+    - `state_read`, `state_written`, `history`: which states of recurrent layers the rows read and
+      write (`ListedStates`). Rows of padding read `NO_TOKENS` and write `SCRATCH`.
+    - `bounds`: the first row of each sequence, then the first row of padding, `[S + 1]`.
     - `page`: tokens of a page.
-    - `recurrent_calls`: the calls of each recurrent layer.
     - `texts`: which rows are texts. Each row of a text sees all that the row before it sees. A pass
       of padded sizes has none.
     """
@@ -153,8 +171,11 @@ class PassRows:
     pages: torch.Tensor
     path: torch.Tensor
     draws: torch.Tensor
+    state_read: torch.Tensor
+    state_written: torch.Tensor
+    history: torch.Tensor
+    bounds: torch.Tensor
     page: int
-    recurrent_calls: Sequence[RecurrentCall] = ()
     texts: Sequence[range] = ()
 
     @classmethod
@@ -163,7 +184,6 @@ class PassRows:
         numbers: torch.Tensor,
         sizes: PassSizes,
         page: int,
-        recurrent_calls: Sequence[RecurrentCall] = (),
         texts: Sequence[range] = (),
     ) -> PassRows:
         """Return the rows with the elements `numbers` (`ListedRows`), which are on the device."""
@@ -171,7 +191,7 @@ class PassRows:
         tensors = dict[str, torch.Tensor]()
         for name, piece, shape in zip(TENSORS, pieces, sizes.shapes, strict=True):
             tensors[name] = piece.view(shape)
-        return cls(**tensors, page=page, recurrent_calls=recurrent_calls, texts=texts)
+        return cls(**tensors, page=page, texts=texts)
 
     @cached_property
     def is_padding(self) -> torch.Tensor:
@@ -215,7 +235,6 @@ class ListedRows(NamedTuple):
     numbers: np.ndarray
     sizes: PassSizes
     page: int
-    recurrent_calls: Sequence[RecurrentCall]
     texts: Sequence[range]
 
     @property
@@ -225,13 +244,8 @@ class ListedRows(NamedTuple):
         return self.numbers[first : first + self.sizes.rows]
 
     def to(self, device: torch.device) -> PassRows:
-        return PassRows.of(
-            to_device(self.numbers, device),
-            self.sizes,
-            self.page,
-            recurrent_calls=self.recurrent_calls,
-            texts=self.texts,
-        )
+        numbers = to_device(self.numbers, device)
+        return PassRows.of(numbers, self.sizes, self.page, self.texts)
 
 
 def passes_of(parts: Sequence[UncommittedTokens], widest: int) -> Iterator[list[UncommittedTokens]]:
@@ -283,6 +297,7 @@ def padded_sizes(needed: PassSizes, block: int = 1) -> PassSizes:
         pages=next_power(needed.pages, MIN_PAGES, 4),
         path=next_power(needed.path, MIN_PATH),
         draws=needed.draws,
+        history=needed.history,
     )
 
 
@@ -347,6 +362,7 @@ def list_pass(
         pages=max(pages),
         path=max([1, *path_lengths]),
         draws=draws is not None,
+        history=pool.states.history,
     )
     if padding is not None:
         sizes = padding.around(sizes)
@@ -357,6 +373,10 @@ def list_pass(
     if draws is not None:
         arrays["draws"][: len(wanted)] = draws
     arrays["written"][:] = pool.page - 1  # where padding writes
+    arrays["state_read"][:] = NO_TOKENS
+    arrays["state_written"][:] = SCRATCH
+    arrays["history"][:] = -1  # a token of the state of no tokens
+    arrays["bounds"][:] = sum(part.rows for part in parts)
     texts = list[range]()
     first = 0  # the first row of a part
     for index, part in enumerate(parts):
@@ -364,16 +384,13 @@ def list_pass(
         arrays["sequence"][rows.start : rows.stop] = index
         arrays["pages"][index, : pages[index]] = part.cache.page_numbers[: pages[index]]
         fill_rows(arrays, part, rows)
+        if sizes.history:
+            arrays["bounds"][index] = first
+            fill_states(arrays, part, rows)
         if part.seen is None:
             texts.append(rows)
         first = rows.stop
-    calls = list[RecurrentCall]()
-    if pool.zeros:
-        recurrent_parts = [
-            RecurrentPart(part.cache.states, part.parents, part.depths, part.base) for part in parts
-        ]
-        calls = recurrent_calls(recurrent_parts, pool.device)
-    return ListedRows(numbers, sizes, pool.page, calls, texts if padding is None else [])
+    return ListedRows(numbers, sizes, pool.page, texts if padding is None else [])
 
 
 def views_of(numbers: np.ndarray, sizes: PassSizes) -> dict[str, np.ndarray]:
@@ -403,3 +420,17 @@ def fill_rows(arrays: dict[str, np.ndarray], part: UncommittedTokens, rows: rang
     arrays["seen"][of_part] = start + np.array([len(path) for path in part.seen], np.int64)
     for row, path in zip(arrays["path"][of_part], part.seen, strict=True):
         row[: len(path)] = slots[list(path)]
+
+
+def fill_states(arrays: dict[str, np.ndarray], part: UncommittedTokens, rows: range) -> None:
+    """Set which states the rows of a part read and write, in the arrays of `views_of`."""
+    of_part = slice(rows.start, rows.stop)
+    listed = ListedStates(
+        read=arrays["state_read"][of_part],
+        written=arrays["state_written"][of_part],
+        history=arrays["history"][of_part],
+    )
+    if part.parents is None:
+        list_text(part.cache.states, part.base, rows.start, listed)
+    else:
+        list_tree(part.cache.states, part.parents, part.base, rows.start, listed)

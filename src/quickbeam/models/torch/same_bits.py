@@ -1,9 +1,9 @@
 """Finds the sizes of a model's passes that give a row the same bits.
 
-Whole passes are compared, not products: a row's logits, and its keys and values of all layers. So
-norms, attention and experts are covered, too. This is a check of a few rows and no proof: it misses
-a difference that is rounded away in all of them. In a model of usual size, each row has so many
-elements that some differences are not rounded away.
+Whole passes are compared, not products: a row's logits, its keys and values of all layers, and the
+states of recurrent layers behind it. So norms, attention and experts are covered, too. This is a
+check of a few rows and no proof: it misses a difference that is rounded away in all of them. In a
+model of usual size, each row has so many elements that some differences are not rounded away.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from quickbeam.models.base import Batch, Chain, Draft, Part
 from quickbeam.models.cache.kv import SequenceCache
-from quickbeam.models.torch.pages import RowPool
+from quickbeam.models.torch.pages import RowPool, RowStore
 from quickbeam.models.torch.rows import ListedRows, Padding, list_pass, uncommitted
 from quickbeam.models.torch.size_classes import (
     PADDING,
@@ -35,6 +35,7 @@ PATH = 12  # nodes of the text's path in a draft tree
 FEW, MOST = 4, 64
 ELEMENTS = 2**15
 PAGES = 64  # of keys and values, at most
+STATES = 32  # of recurrent layers, at most
 
 LogitsOf = Callable[[ListedRows], torch.Tensor]  # runs a pass: `[wanted, vocab]`
 
@@ -51,7 +52,7 @@ def find_padding(
     if context is not None and context < 2 * max(sizes):
         return None
     limit = pool.limit
-    pool.limit = PAGES  # on CUDA, pools without a limit begin large
+    pool.limit = PAGES + STATES * pool.state_pages  # on CUDA, pools without a limit begin large
     probe = Probe(logits_of, pool, vocab, context, max(sizes))
     try:
         rows = class_with_widest(probe.in_rows, sizes)
@@ -79,6 +80,17 @@ class Neighbours(NamedTuple):
         return sum(part.rows for part in [*self.before, self.part]) - 1
 
 
+class ComparedBits(NamedTuple):
+    """Digests of what a pass gave.
+
+    `rows`: of each compared row, with its keys and values. `states`: of the recurrent layers'
+    states behind the last of them.
+    """
+
+    rows: list[bytes]
+    states: bytes
+
+
 class Probe:
     """Runs the last tokens of a text in passes of any placement.
 
@@ -97,13 +109,20 @@ class Probe:
         elements = pool.page_bytes // pool.page // pool.dtype.itemsize  # of a token
         rows = min(MOST, len(self._ids), max(FEW, ELEMENTS // elements))
         self._rows = range(len(self._ids) - rows, len(self._ids))
-        self._cache = self._read(self._ids[:-1])
+        # beginnings of the text: where states can't go back, one behind each pass over it
+        self._beginnings = list[SequenceCache]([pool.new()])
+        last = len(self._ids) - 1
+        step = widest if pool.state_pages else last
+        for length in [*range(step, last, step), last]:
+            self._beginnings.append(self._prefix(length))
         long = max(1, min(OTHER_TEXT, capacity - widest))
-        self._long = self._read(self._text(long, seed=5 + long))
-        self._short = self._read(self._text(9, seed=14))
+        self._long, self._short = pool.new(), pool.new()
+        self._read(self._long, self._text(long, seed=5 + long))
+        self._read(self._short, self._text(9, seed=14))
 
     def release(self) -> None:
-        self._cache.release()
+        for cache in self._beginnings:
+            cache.release()
         self._long.release()
         self._short.release()
 
@@ -114,8 +133,9 @@ class Probe:
         for tokens in self._passes(placement):
             neighbours = self._neighbours(placement, tokens[-1] + 1)
             rows = range(neighbours.row + 1 - len(tokens), neighbours.row + 1)
-            bits_of_rows = self._bits(neighbours, rows, [*rows], 0, padding)
-            bits.update(zip(tokens, bits_of_rows, strict=True))
+            compared = self._bits(neighbours, rows, [*rows], 0, padding)
+            bits.update(zip(tokens, compared.rows, strict=True))
+            bits[~tokens[-1]] = compared.states
         return bits
 
     def in_wanted(self, placement: Placement) -> dict[int, bytes]:
@@ -133,8 +153,8 @@ class Probe:
             else:
                 wanted = [*range(position), rows[0], *range(position + 1, size)]
                 first = position
-            bits_of_rows = self._bits(neighbours, rows, wanted, first, padding)
-            bits.update(zip(tokens, bits_of_rows, strict=True))
+            compared = self._bits(neighbours, rows, wanted, first, padding)
+            bits.update(zip(tokens, compared.rows, strict=True))
         return bits
 
     def _passes(self, placement: Placement) -> Iterator[range]:
@@ -152,7 +172,7 @@ class Probe:
         wanted: list[int],
         first: int,
         padding: Padding,
-    ) -> list[bytes]:
+    ) -> ComparedBits:
         """Return the bits of `rows` of a pass. Their logits are the ones from `first` on."""
         batch = Batch(neighbours.parts)
         parts = [uncommitted(part) for part in batch.parts]
@@ -160,9 +180,23 @@ class Probe:
         logits = self._logits_of(listed)[first : first + len(rows)].cpu()
         slots = torch.from_numpy(listed.written[rows.start : rows.stop]).to(self._pool.device)
         written = [tensor[slots].cpu() for tensor in (*self._pool.key, *self._pool.value)]
+        states = _digest(self._states_behind(neighbours.part))
         for part in batch.parts:
             part.cache.release()
-        return [_digest([logits[i], *(tensor[i] for tensor in written)]) for i in range(len(rows))]
+        bits_of_rows = list[bytes]()
+        for i in range(len(rows)):
+            bits_of_rows.append(_digest([logits[i], *(tensor[i] for tensor in written)]))
+        return ComparedBits(bits_of_rows, states)
+
+    def _states_behind(self, part: Part) -> list[torch.Tensor]:
+        """Return the states of recurrent layers behind a part's last token, once it has run."""
+        cache = part.cache
+        states = list[torch.Tensor]()
+        for layer in self._pool.states.layers.values():
+            assert isinstance(cache, RowStore)
+            slot = cache.states.slot(part.rows - 1)
+            states += [tensor[slot].cpu() for tensor in layer if tensor is not None]
+        return states
 
     def _neighbours(self, placement: Placement, end: int) -> Neighbours:
         """Return a pass in which the last token before `end` stands as `placement` says."""
@@ -186,8 +220,7 @@ class Probe:
         elif kind == TREE:
             tokens = min(PATH, position // 2 + 1)
         first = max(0, end - tokens)
-        cache = self._cache.fork()
-        cache.truncate(first)
+        cache = self._prefix(first)
         path = self._ids[first:end]
         if kind != TREE:
             return Chain(cache, path)
@@ -197,6 +230,18 @@ class Probe:
             tree.add(node, (token + 1) % self._vocab, "probe")
             node = tree.add(node, token, "probe")
         return Draft(cache, tree)
+
+    def _prefix(self, length: int) -> SequenceCache:
+        """Return a sequence of the first `length` tokens of the text."""
+        longest = self._beginnings[-1]
+        if not self._pool.state_pages and length <= longest.length:
+            cache = longest.fork()
+            cache.truncate(length)
+            return cache
+        nearest = max(i for i, each in enumerate(self._beginnings) if each.length <= length)
+        cache = self._beginnings[nearest].fork()
+        self._read(cache, self._ids[cache.length : length])
+        return cache
 
     def _chain(self, text: SequenceCache, rows: int) -> Part:
         return Chain(text.fork(), self._text(rows, seed=rows))
@@ -212,16 +257,14 @@ class Probe:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(self._vocab, (length,), generator=generator).tolist()
 
-    def _read(self, ids: Sequence[int]) -> SequenceCache:
-        """Return the cache of a text after the widest passes over it."""
-        cache = self._pool.new()
+    def _read(self, cache: SequenceCache, ids: Sequence[int]) -> None:
+        """Append tokens to a text, by the widest passes over them."""
         padding = Padding((self._widest,), (self._widest,))
         for first in range(0, len(ids), self._widest):
             tokens = ids[first : first + self._widest]
             parts = [uncommitted(Chain(cache, tokens))]
             self._logits_of(list_pass(parts, self._pool, tokens, [0], padding))
             cache.commit(range(len(tokens)))
-        return cache
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> bytes:
