@@ -19,6 +19,8 @@ from quickbeam.train.loss import distribution_loss
 from quickbeam.train.start import copy_layer, target_norm
 from quickbeam.train.target import FrozenTarget, TrainingBatch
 
+DEEP_SHARE = 0.25  # of the steps that have all passes, whatever is over of the run
+
 
 class UnrolledAttention:
     """The attention of training-time test.
@@ -102,9 +104,12 @@ class FeatureTraining(DrafterTraining):
         """Return every token as an anchor.
 
         A step of k passes takes k times as long, and what it learns first is the first pass. So
-        there is one pass at first, and another one after every further part of the run.
+        there is one pass at first, and another one after every further part of the run. Some steps
+        have all of them from the beginning, so that an early drafter can draft several tokens.
         """
         passes = 1 + int(min(done, 0.999) * self.depth)
+        if float(torch.rand((), generator=generator)) < DEEP_SHARE:
+            passes = self.depth
         return sample_anchors(batch, passes, 1, answers_only, generator)
 
     def draft(self, batch: TrainingBatch, anchors: Anchors) -> DraftedRows:
