@@ -66,7 +66,7 @@ def written(chat):
 
 def test_greedy_answers_are_greedy(chat, written):
     kinds = set()
-    for tokens, answer, temperature in written:
+    for tokens, answer, temperature, _ in written:
         assert len(tokens) == len(answer) <= LENGTH
         logits = plain(chat.model, tokens.tolist())
         places = answer.nonzero()[:, 0]
@@ -95,7 +95,7 @@ def turns(chat, ids):
 
 def test_turns_follow_the_template_and_answers_are_marked(chat, written):
     answers = list[int]()
-    for tokens, answer, _ in written:
+    for tokens, answer, *_ in written:
         ids, marks = tokens.tolist(), [False] * len(tokens)
         for begin, end, answering in turns(chat, ids):
             marks[begin:end] = [answering] * (end - begin)
@@ -131,7 +131,7 @@ def test_templates_that_cannot_be_read_off_are_refused(chat, monkeypatch):
 
 def test_answers_that_go_in_circles_end(chat):
     cut = 0
-    for tokens, _, _ in itertools.islice(chat.writer(fond=6.0, repetition=5), 40):
+    for tokens, *_ in itertools.islice(chat.writer(fond=6.0, repetition=5), 40):
         talk, ids, runs = Dialogue([], 0.0), tokens.tolist(), list[int]()
         for begin, end, answering in turns(chat, ids):
             for token in ids[begin:end]:
@@ -151,7 +151,7 @@ def test_every_prompt_is_answered_once(chat):
     prompts = [chat.encode(f"user: {word}\n> ") for word in ("a", "bb", "ccc", "d", "e", "ff", "g")]
     texts = list(chat.writer([*prompts, [1] * LENGTH, [1] * (LENGTH - 1)]))
     assert sorted(c.tokens[: int(c.answer.nonzero()[0])].tolist() for c in texts) == sorted(prompts)
-    for tokens, answer, _ in texts:
+    for tokens, answer, *_ in texts:
         reply = tokens[answer].tolist()
         assert answer[-len(reply) :].all()
         assert not any(token in chat.template.stops for token in reply[:-1])

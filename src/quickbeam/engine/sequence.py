@@ -52,10 +52,10 @@ class Request:
 
     - `budget`: the most nodes of a tree, the root included; `auto`: by measured cost.
     - `setting`: the method and all that its drafts depend on; rates and costs are learned for each.
-    - `prediction`: token ids of a text that the answer is expected to be much like; or none.
     - `observer`: called with every step.
     - `choice`: which of several answers to the prompt this is.
     - `tenant`: whose request it is. Tenants are served alike; None for a program's own requests.
+    - `prediction`: token ids of a text that the answer is expected to be much like; or none.
     """
 
     prompt: Sequence[int]
@@ -66,10 +66,10 @@ class Request:
     budget: Budget = 1
     setting: Hashable = None
     shortlist: Shortlist | None = None
-    prediction: Sequence[int] = ()
     observer: Callable[[StepRecord], None] | None = None
     choice: int = 0
     tenant: Hashable = None
+    prediction: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self.prompt = list(self.prompt)  # the caller may change its list later
