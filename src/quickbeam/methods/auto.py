@@ -20,7 +20,10 @@ from quickbeam.methods.search import Search, best_first
 
 
 class Auto(Method):
-    """The search over a drafter's candidates and free ones."""
+    """The search over a drafter's candidates and free ones.
+
+    Without a drafter, recycled tokens are among the free ones.
+    """
 
     uses_cost_model = True
 
@@ -28,10 +31,18 @@ class Auto(Method):
         self.drafter = drafter
         self.last_logits = LastLogits()
         self.answers = Answers()
-        self.recycling = Recycling()
         self.prediction = Prediction()
-        free = (Ngram(), self.last_logits, self.answers, self.recycling, self.prediction)
-        self.sources = free if drafter is None else (drafter, *free)
+        # beside a drafter recycled tokens gain less than the time that they take
+        self.recycling = Recycling() if drafter is None else None
+        sources = (
+            drafter,
+            Ngram(),
+            self.last_logits,
+            self.answers,
+            self.recycling,
+            self.prediction,
+        )
+        self.sources = [source for source in sources if source is not None]
         self.model = AcceptanceModel()
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:

@@ -166,15 +166,14 @@ class Search:
     def worth(self, candidate: Candidate) -> float:
         """Return the probability that asking about `candidate` is of use.
 
-        Asking is of use if verification reaches the candidate and does not accept the likeliest of
-        the children that it has already. (The others are guesses among which the drafter chooses.)
-        The probability is 0 if a grammar leaves no choice.
+        Asking is of use if verification reaches the candidate and accepts none of the children that
+        it has already. The probability is 0 if a grammar leaves no choice.
         """
         if self.context.forced(candidate.path) is not None:
             return 0.0
         entered = 0.0
         if not self.wide:
-            entered = max((child.rate for child in candidate.children.values()), default=0.0)
+            entered = sum(child.rate for child in candidate.children.values())
         return candidate.value * max(0.0, 1 - entered)
 
     def to_ask(self) -> list[Candidate]:
@@ -277,10 +276,6 @@ class Search:
             rate_sum += child.rate
         return max(0.0, 1 - rate_sum) / max(1e-6, 1 - drafter_sum)
 
-    def drafted(self, node: int) -> bool:
-        """Whether the drafter proposed this node of `tree`, alone or with another source."""
-        return node <= len(self.best) and self.best[node - 1].probability is not None
-
     def tree(self) -> TokenTree:
         """Return the tree of the root and `best`: node i is `best[i - 1]`."""
         tree = TokenTree(self.root.token)
@@ -328,7 +323,7 @@ def best_first(search: Search, add_free: Callable[[Search], None] = Search.rank)
     def learn(tree: TokenTree, path: Sequence[int]) -> None:
         observe(search, tree, path)
         if search.costed and asked:
-            added = sum(search.wide or search.drafted(node) for node in path[1:])
+            added = sum(search.wide or tree.source[node] == search.name for node in path[1:])
             search.model.observe_calls(added, asked)
 
     return Proposal(search.tree(), learn)
