@@ -256,6 +256,17 @@ def test_exploring_is_bounded(call):
     assert explored <= steps / budget.EXPLORE
 
 
+def test_a_drafter_whose_cost_is_not_known_is_asked_at_once():
+    budget, tried = MeasuredBudget(CostModel({1: 1.0, 64: 1.0})), list[bool]()
+    for _ in range(40):
+        budget.begin("auto", drafter="drafter")
+        tried.append(budget.explore(0.1))
+        if tried[-1]:
+            budget.cost.observe_call("drafter", 1, 0.1)
+        budget.observe(1, 1.0, 0.0, asked=tried[-1])
+    assert tried == [True, True] + [False] * 32 + [True] + [False] * 5
+
+
 def test_steps_of_another_setting_put_off_no_trial():
     budget = MeasuredBudget(CostModel({1: 1.0, 64: 1.0}))
     tried = 0

@@ -106,6 +106,7 @@ class MeasuredBudget:
         the same pass reads. `drafter`: the one that may be asked, if there is one.
         """
         self._setting = setting
+        self._drafter = drafter
         self._sequences = sequences
         self._context = tokens // sequences
         self._other_rows = rows + round(nodes * (1 - 1 / sequences))  # of a pass without one tree
@@ -152,6 +153,8 @@ class MeasuredBudget:
         At most one sequence a step does.
         """
         pause = max(self.EXPLORE, seconds / self._plain_seconds / self.LOST)
+        if self._drafter is not None and not self.cost.knows_call(self._drafter):
+            pause = 0.0  # a guess of the cost could keep the drafter from being asked for long
         explore = not self._explored and self._steps_since_call.get(self._setting, 0) >= pause
         self._explored = self._explored or explore
         return explore

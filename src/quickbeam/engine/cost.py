@@ -57,6 +57,10 @@ class CostModel:
         nearest_factor = 1 + self.FURTHER_CALL * (nearest - 1)
         return times[nearest] * wanted_factor / nearest_factor
 
+    def knows_call(self, drafter: Hashable) -> bool:
+        """Whether a call of this drafter was timed."""
+        return bool(self._calls.get(drafter))
+
     def of_reading(self, drafter: Hashable, tokens: int) -> float:
         """Return about how many seconds a drafter takes to read `tokens` tokens."""
         return tokens * self.READ * self.of_call(drafter)
