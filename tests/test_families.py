@@ -81,7 +81,8 @@ def test_every_family_is_here():
 def test_logits_and_tokens_are_those_of_transformers(name):
     plain = made(name)
     right = plain(input_ids=IDS[None], use_cache=False).logits[0]
-    assert off(by_pytorch(plain, describe(plain)), right) < 3e-5
+    by_torch = by_pytorch(plain, describe(plain))
+    assert off(by_torch, right) < 3e-5
     ids = IDS.tolist()
     for _ in range(8):
         last = plain(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
@@ -92,7 +93,9 @@ def test_logits_and_tokens_are_those_of_transformers(name):
     (passed,) = model.forward(Batch([Chain(cache, IDS[:17].tolist(), 17)]))
     cache.commit(range(17))
     (more,) = model.forward(Batch([Chain(cache, IDS[17:].tolist(), 23)]))
-    assert off(torch.cat([passed.logits, more.logits]), right) < 5e-5
+    by_kernels = torch.cat([passed.logits, more.logits])
+    assert off(by_kernels, right) < 5e-5
+    assert off(by_kernels, by_torch) < 5e-5
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     assert answer(model, NoDraft(), params, IDS.tolist()).output.token_ids == ids[len(IDS) :]
 
