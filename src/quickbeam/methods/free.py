@@ -31,8 +31,8 @@ from quickbeam.methods.search import Candidate, Search, observe
 from quickbeam.tree import TokenTree
 
 LONGEST = 16  # the most tokens of a continuation
-LONGEST_PREDICTED = 48  # the most tokens of a continuation of a predicted text
 FARTHER = 128  # the same after the root, where the search is wide (`search.WIDE`)
+LONGEST_PREDICTED = 48  # the most tokens of a continuation of a predicted text
 MIN_MATCH = 2  # the fewest matching tokens for a guessed path to be continued from the text
 GUESSES = 8  # how many of the best last logits may be guesses
 
@@ -71,13 +71,16 @@ class FreeCandidates:
                 tokens = index.continuation(match, longest)
                 self._continue(search, search.root, tokens, index.extent(match, LONGEST))
             self._remember(search, search.root, longest)
-            self._recycle(search, search.root)
+            if self._recycling is not None:
+                self._recycle(search, self._recycling, search.root)
             self._guess(search)
             search.rank()
         self._continue_new_paths(search)
+        if self._recycling is None:
+            return
         while new_paths := [path for path in search.best if path.number not in self._expanded]:
             for path in new_paths:
-                self._recycle(search, path)
+                self._recycle(search, self._recycling, path)
             search.rank()
             self._continue_new_paths(search)
 
@@ -153,7 +156,7 @@ class FreeCandidates:
                 path = search.enter(path, token, source, rate, [features])
             self._matched.add(path.number)
 
-    def _recycle(self, search: Search, path: Candidate) -> None:
+    def _recycle(self, search: Search, recycling: Recycling, path: Candidate) -> None:
         """Enter what was likely the last time after the token that `path` ends with.
 
         A token that is below `path` already gets the larger of two rates. The others share what
@@ -163,13 +166,12 @@ class FreeCandidates:
         context = search.context
         admission_value = search.admission_value
         if (
-            self._recycling is None
-            or path.value <= admission_value
+            path.value <= admission_value
             or path.depth >= search.max_depth
             or context.forced(path.path) is not None
         ):
             return
-        recycled = self._recycling.after(context, path.path)
+        recycled = recycling.after(context, path.path)
         if recycled is None:
             return
         ranked = _ranked(context, recycled, path.depth)
