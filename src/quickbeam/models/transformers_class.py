@@ -54,10 +54,11 @@ def load_model(
     config.tie_word_embeddings = checkpoint.config.tie_word_embeddings
     config.vocab_size = checkpoint.config.vocab_size  # an adapter may add tokens
     config.quantization_config = None
+    weights = {name: checkpoint(name) for name in sorted(names(checkpoint.stack))}
     loaded, info = kind.from_pretrained(
         None,
         config=config,
-        state_dict={name: checkpoint(name) for name in sorted(names(checkpoint.stack))},
+        state_dict=weights | checkpoint.unread(),
         dtype=checkpoint.dtype,
         output_loading_info=True,
     )

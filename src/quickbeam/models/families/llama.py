@@ -52,7 +52,10 @@ def llama(config: Config, out_bias: bool | None = None) -> Stack:
 
 
 def apertus(config: Config) -> Stack:
-    """xIELU without a gate, and norms of queries and keys."""
+    """xIELU without a gate, and norms of queries and keys.
+
+    Checkpoints hold xIELU's constants as well.
+    """
 
     def layer(i: int) -> Layer:
         prefix = f"model.layers.{i}.mlp"
@@ -69,7 +72,11 @@ def apertus(config: Config) -> Stack:
         names = NormNames("attention_layernorm", "feedforward_layernorm")
         return layer_of(config, i, mixer, feed_forward, names)
 
-    return decoder(config, layer)
+    layers = range(config.num_hidden_layers)
+    constants = tuple(
+        f"model.layers.{i}.mlp.act_fn.{name}" for i in layers for name in ("beta", "eps")
+    )
+    return decoder(config, layer, unread=constants)
 
 
 def helium(config: Config) -> Stack:

@@ -236,6 +236,9 @@ class AdaptedCheckpoint(Parameters):
     def like(self, name: str) -> Weight:
         return super().like(name) if name in self.adapter.names else self._checkpoint.like(name)
 
+    def unread(self) -> dict[str, torch.Tensor]:
+        return self._checkpoint.unread()
+
     def release(self, layers: str, layer: int | None) -> None:
         self._recent.clear()
         self._checkpoint.release(layers, layer)

@@ -298,7 +298,7 @@ class Checkpoint(Parameters):
         return dtype
 
     def _find_sources(self, stack: Stack) -> dict[str, ParameterSource]:
-        """Return the source of each parameter of a stack, by name. Sets `_like`."""
+        """Return the source of each parameter of a stack, by name. Sets `_like` and `_unread`."""
         head, wanted = stack.head.weights[0].name, names(stack)
         config = self.config
         parts = config.whole_type != config.model_type
@@ -322,7 +322,8 @@ class Checkpoint(Parameters):
             read.update(source.names)
             if isinstance(self._like[name], BlockRows):
                 in_blocks.update(source.names)
-        read |= {tensors[name] for name in stack.unread if name in tensors}
+        self._unread = {name: tensors[name] for name in stack.unread if name in tensors}
+        read.update(self._unread.values())
         unread = {name for name, tensor in tensors.items() if tensor not in read}
         self._leave_out(unread, tensors, wanted, wanted - sources.keys())
         if self._in_blocks:
@@ -435,6 +436,14 @@ class Checkpoint(Parameters):
 
     def shape(self, name: str) -> list[int]:
         return self._sources[name].shape(self._files)
+
+    def unread(self) -> dict[str, torch.Tensor]:
+        """Return what the files hold of tensors that no pass reads (`Stack.unread`), by name."""
+        files = self._files
+        return {
+            name: files.tensor(tensor).view(files.shape(tensor))
+            for name, tensor in self._unread.items()
+        }
 
     def like(self, name: str) -> Weight:
         return self._like[name] if name in self._in_blocks else super().like(name)
