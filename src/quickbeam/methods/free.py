@@ -17,6 +17,7 @@ from quickbeam.drafters.ngram import MAX_N, Ngram, NgramIndex
 from quickbeam.drafters.prediction import Prediction
 from quickbeam.drafters.recycling import Recycled, Recycling
 from quickbeam.methods.acceptance import (
+    ALTERNATIVE,
     GUESSED,
     PREDICTED,
     REMEMBERED,
@@ -67,9 +68,11 @@ class FreeCandidates:
             self._matched.add(search.root.number)
             longest = FARTHER if search.wide else LONGEST
             self._predict(search, search.root)
-            if match := index.match(self._tail(search, search.root)):
+            first = REPEATED
+            for match in index.matches(search.context.ids[-LONGEST:]):
                 tokens = index.continuation(match, longest)
-                self._continue(search, search.root, tokens, index.extent(match, LONGEST))
+                self._continue(search, search.root, tokens, match.length, first=first)
+                first = ALTERNATIVE
             self._remember(search, search.root, longest)
             if self._recycling is not None:
                 self._recycle(search, self._recycling, search.root)
@@ -130,11 +133,14 @@ class FreeCandidates:
         length: int,
         source: str = Ngram.name,
         kind: str = REPEATED,
+        first: str | None = None,
     ) -> None:
         """Enter `tokens` below `path`, up to the first that can't get in.
 
-        `length`: how many tokens of repetition end with `path`.
+        `length`: how many tokens of repetition end with `path`. `kind`: of their acceptance rates.
+        `first`: that of the first token, where it is another one.
         """
+        first = first or kind
         admission_value = search.admission_value
         context = search.context
         tokens = context.within(path.path, tokens[: search.max_depth - path.depth])
@@ -143,10 +149,12 @@ class FreeCandidates:
                 path = path.children[token]
                 continue
             forced = context.forced(path.path) == token
-            features = free_features(kind, length + i)
+            token_kind = kind if i else first
+            features = free_features(token_kind, length + i)
             rate = 1.0 if forced else search.model.rate(features)
-            # what other guesses leave
-            rate *= 1 - sum(child.rate for child in path.children.values())
+            # what other guesses leave; the rates of alternatives were learned beside another guess
+            left = 1 - sum(child.rate for child in path.children.values())
+            rate = min(rate, left) if token_kind == ALTERNATIVE else rate * left
             value = path.value * rate
             if value <= admission_value or search.below_cost(value, path.depth + 1):
                 break

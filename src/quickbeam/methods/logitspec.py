@@ -11,7 +11,7 @@ from itertools import islice
 from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import MAX_N, Ngram, NgramIndex
+from quickbeam.drafters.ngram import Ngram, NgramIndex
 from quickbeam.drafters.texts import AGREED
 from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Method, ProposalSteps, without_calls
@@ -69,7 +69,7 @@ class LogitSpec(Method):
         if budget < 2 or max_depth < 1:
             return tree
         index: NgramIndex = context.states[Ngram.name]
-        tail = context.ids[-MAX_N:]
+        tail = context.ids[-AGREED:]
 
         def add(node: int, tokens: Iterable[int], source: str) -> int:
             return tree.add_path(node, tokens, source, budget, max_depth)
@@ -79,7 +79,7 @@ class LogitSpec(Method):
         chain_source = Ngram.name
         match = index.match(tail)
         remembered = self.answers.match(context)
-        if remembered and (match is None or index.extent(match, AGREED) < remembered.length):
+        if remembered and (match is None or match.length < remembered.length):
             assert context.texts is not None
             tokens = context.texts.continuation(remembered, CHAIN)
             chain_source = Answers.name
