@@ -46,6 +46,9 @@ class Candidate:
     - `features`: what its rate was estimated from, one for each source that proposed it.
     - `probability`: the drafter's, if it was one of them.
     - `children`: the paths that continue it, by their last token.
+
+    It does not refer to the path before it: without circles the candidates of a tree are freed with
+    it, and the garbage collector finds nothing to do.
     """
 
     path: tuple[int, ...]
@@ -55,10 +58,6 @@ class Candidate:
     features: list[CandidateFeatures]
     probability: float | None = None
     children: dict[int, Candidate] = field(default_factory=dict)
-
-    @property
-    def token(self) -> int:
-        return self.path[-1]
 
     @property
     def depth(self) -> int:
@@ -237,9 +236,7 @@ class Search:
         nodes = self._drafted_nodes
         path = candidate.path
         if path:
-            nodes[path] = self._drafted.add(
-                nodes[path[:-1]], candidate.token, self.name, candidate.value
-            )
+            nodes[path] = self._drafted.add(nodes[path[:-1]], path[-1], self.name, candidate.value)
         return nodes[path]
 
     def _enter_children(
@@ -296,14 +293,13 @@ class Search:
         nodes: dict[tuple[int, ...], int] = {(): 0}  # by path
         for candidate in self.best:
             path = candidate.path
+            probability = candidate.probability
             nodes[path] = tree.add(
                 nodes[path[:-1]],
-                candidate.token,
+                path[-1],
                 candidate.source,
                 candidate.value,
-                probability=candidate.rate
-                if candidate.probability is None
-                else candidate.probability,
+                probability=candidate.rate if probability is None else probability,
             )
         return tree
 
