@@ -148,11 +148,11 @@ def test_spaces_of_a_tokenizer_that_strips_are_kept(text):
 
 
 def brute_force(tokenizer, ids, ends, params):
-    """Token ids, text and reason, by decoding everything at each token."""
+    """Token ids, text, reason and stop string, by decoding everything at each token."""
     text = ""
     for n, token in enumerate(ids, 1):
         if token in ends and n > params.min_tokens:
-            return list(ids[:n]), decode(tokenizer, ids[: n - 1]), "stop"
+            return list(ids[:n]), decode(tokenizer, ids[: n - 1]), "stop", None
         before, text = len(text.rstrip("\ufffd")), decode(tokenizer, ids[:n])
         if n > params.min_tokens:  # what is complete by now and was not before
             spans = [
@@ -162,10 +162,12 @@ def brute_force(tokenizer, ids, ends, params):
                 if text.startswith(s, i) and i + len(s) > before
             ]
             if spans:
-                return list(ids[:n]), text[: min(spans)[params.include_stop_str_in_output]], "stop"
+                start, end = min(spans)
+                kept = text[: end if params.include_stop_str_in_output else start]
+                return list(ids[:n]), kept, "stop", text[start:end]
         if n == params.max_tokens:
-            return list(ids[:n]), text, "length"
-    return list(ids), text, None
+            return list(ids[:n]), text, "length", None
+    return list(ids), text, None, None
 
 
 @examples(300)
@@ -202,8 +204,9 @@ def test_the_answer_ends_where_brute_force_ends_it(kind, text, data):
     if output.finish_reason is None:
         output.close("interrupted")
         shown += output.take()
-        expected = (*expected[:2], "interrupted")
-    assert (output.token_ids, output.text, output.finish_reason) == expected
+        expected = (*expected[:2], "interrupted", None)
+    ended = (output.token_ids, output.text, output.finish_reason, output.stop_string)
+    assert ended == expected
     assert shown == output.text and output.take() == ""
 
 
