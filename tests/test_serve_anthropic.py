@@ -315,6 +315,15 @@ def test_forced_calls_keep_to_their_schema(calling, several):
     assert text_of(message) == right.text
 
 
+def test_what_a_call_is_not_held_to_is_named(hermes):
+    unheld = {"name": "f", "input_schema": {"not": {}}}
+    response = ask(hermes, PATH, body(tools=[unheld], tool_choice={"type": "any"}))
+    error = anthropic_error(response, "invalid_request_error", "tools[0].input_schema (f): ")
+    assert "parameters" not in error
+    response = ask(hermes, PATH, body(tools=[{**TOOL, "strict": True}]))
+    assert response.headers[IGNORED] == "tools[0].strict"  # its mark is no token of this model
+
+
 def test_schemas_of_answers(runner):
     schema = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
     schema["additionalProperties"] = False
@@ -530,6 +539,24 @@ def test_many_blocks_are_read_in_time(runner):
     response = ask_raw(runner, PATH, text)
     assert time.perf_counter() - began < 60
     anthropic_error(response, "invalid_request_error", "prompt is too long")
+
+
+def test_deep_and_large_bodies_are_answered_in_time(runner, hermes):
+    deep = "[" * 5000 + "]" * 5000
+    calls = '{"type":"tool_use","id":"t","name":"f","input":{"x":%s}}'
+    call_and_result = '{"role":"assistant","content":[%s]},{"role":"user","content":"x"}'
+    asked = '{"max_tokens":1,"messages":[%s]}'
+    began = time.perf_counter()
+    refused = ask_raw(hermes, PATH, asked % (call_and_result % (calls % deep)))
+    anthropic_error(refused, "invalid_request_error", "the body is not JSON")
+    nested = "[" * 150 + "]" * 150
+    good(ask_raw(hermes, PATH, asked % (call_and_result % (calls % nested))))
+    assert f'f({{"x": {nested}}})' in hermes.llm.tokenizer.decode(hermes.jobs[0].prompt)
+    large = json.dumps("x" * 5_000_000)
+    result = '{"role":"user","content":[{"type":"tool_result","tool_use_id":"t","content":%s}]}'
+    for text in (result % large, call_and_result % (calls % large)):
+        anthropic_error(ask_raw(runner, PATH, asked % text), "invalid_request_error", "prompt is")
+    assert time.perf_counter() - began < 60
 
 
 def test_other_endpoints_are_as_before(runner):

@@ -272,6 +272,8 @@ class CountRequest(ToolRequest):
     """The body of a request to `/v1/messages/count_tokens`: what a prompt is made from."""
 
     effort_field: ClassVar[str] = "output_config.effort"
+    schema_field: ClassVar[str] = "input_schema"
+    strict_field: ClassVar[str] = "strict"
     prompt_field: ClassVar[str] = "messages"
     cuts_length: ClassVar[bool] = True
 
@@ -359,33 +361,33 @@ class CountRequest(ToolRequest):
 
     @cached_property
     def conversation(self) -> Conversation:
-        """The request as a conversation; messages of one role that follow each other are one.
-
-        A last message of the assistant is continued, unless it is empty.
-        """
-        given = list(self.messages)
-        system = [part for part in _texts(self.system or []) if not part.text.startswith(BILLING)]
-        while given and isinstance(given[0], SystemInput):
-            system += _texts(given.pop(0).content)
-        messages = list[Message]()
-        if system:
-            messages.append(UserMessage.model_construct(role="system", content=system))
-        translated = (message for each in given for message in each.chat_messages)
-        for _, same_role in groupby(translated, lambda message: message.role):
-            messages += _joined(list(same_role))
+        """The request as a conversation. A last message of the assistant is continued, if it has
+        any text."""
+        messages = self._chat_messages()
         last = messages[-1]
+        thinking = self.thinking.type if self.thinking else None
         effort = self.output_config.effort if self.output_config else None
-        variables = dict[str, Any]()
-        if self.thinking is not None and self.thinking.type == "disabled":
-            effort = "none"
-        elif self.thinking is not None and self.thinking.type == "enabled":
-            variables["enable_thinking"] = True
+        variables = {"enable_thinking": True} if thinking == "enabled" else {}
         return Conversation.model_construct(  # of parts that are checked
             messages=messages,
             continue_final_message=last.role == "assistant" and bool(text_of(last.content)),
-            reasoning_effort=effort,
+            reasoning_effort="none" if thinking == "disabled" else effort,
             chat_template_kwargs={**variables, **(self.chat_template_kwargs or {})},
         )
+
+    def _chat_messages(self) -> list[Message]:
+        """Return a chat's messages. Those of one role that follow each other are one."""
+        inputs = list(self.messages)
+        system = [part for part in _texts(self.system or []) if not part.text.startswith(BILLING)]
+        while inputs and isinstance(inputs[0], SystemInput):
+            system += _texts(inputs.pop(0).content)
+        messages = list[Message]()
+        if system:
+            messages.append(UserMessage.model_construct(role="system", content=system))
+        translated = (message for each in inputs for message in each.chat_messages)
+        for _, same_role in groupby(translated, lambda message: message.role):
+            messages += _joined(list(same_role))
+        return messages
 
 
 def _joined(messages: list[Message]) -> list[Message]:

@@ -272,6 +272,9 @@ class ToolRequest(BaseRequest):
     """What a request asks for in tool calls, in whatever fields its API has for that."""
 
     effort_field: ClassVar[str]  # says how much to reason
+    # fields of a tool, by which errors name them
+    schema_field: ClassVar[str] = "function.parameters"
+    strict_field: ClassVar[str] = "function.strict"
 
     @property
     def shown_tools(self) -> list[Tool]:

@@ -245,7 +245,7 @@ def tool_use(request: ToolRequest, tokenizer: Any) -> ToolUse:
         elif held:
             lark = strict_grammar(form, tools, several, tokenizer)
             if lark is None:  # calls keep to schemas only where they are forced
-                ignored = [f"tools[{i}].function.strict" for i in held]
+                ignored = [f"tools[{i}].{request.strict_field}" for i in held]
     else:
         name = choice.function.name if isinstance(choice, NamedTool) else None
         held = [i for i, tool in enumerate(tools) if name in (None, tool.function.name)]
@@ -253,7 +253,7 @@ def tool_use(request: ToolRequest, tokenizer: Any) -> ToolUse:
         several = request.several_calls is True and choice == "required"
         lark = forcing_grammar(form, [tools[i] for i in held], several, tokenizer)
     if lark is not None:
-        schemas |= _argument_schemas(tools, held)
+        schemas |= _argument_schemas(tools, held, request.schema_field)
         for field, schema in schemas.items():
             ignored += [f"{field.partition(' ')[0]} ({note})" for note in schema.left_out]
     return ToolUse(
@@ -268,15 +268,18 @@ def tool_use(request: ToolRequest, tokenizer: Any) -> ToolUse:
     )
 
 
-def _argument_schemas(tools: Sequence[Tool], indices: Sequence[int]) -> dict[str, Grammar]:
+def _argument_schemas(
+    tools: Sequence[Tool], indices: Sequence[int], schema_field: str
+) -> dict[str, Grammar]:
     """Return the schemas of the tools with these numbers, by their fields and the tools' names.
 
-    Raises `Refused` if a strict tool's calls can't be held to all of its schema.
+    `schema_field`: where a tool has its schema. Raises `Refused` if a strict tool's calls can't be
+    held to all of it.
     """
     schemas = dict[str, Grammar]()
     for i in indices:
         function = tools[i].function
-        field = f"tools[{i}].function.parameters"
+        field = f"tools[{i}].{schema_field}"
         schema = arguments_grammar(tools[i])
         schemas[f"{field} ({function.name})"] = schema
         if schema.left_out and function.strict:
