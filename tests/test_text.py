@@ -224,6 +224,25 @@ def test_the_earliest_stop_string_counts_and_what_begins_one_is_held_back():
     assert shown == ["x", "a", "", "", "bb"]  # then "d" begins "de"
 
 
+class Words:
+    """A tokenizer whose tokens are words."""
+
+    def decode(self, ids, **_):
+        return "".join(["the", " dogs", " bark"][token] for token in ids)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_stop_string_that_ended_an_answer_is_named(kept):
+    """Without what stands behind it in the same token."""
+    params = SamplingParams(stop=("bark", "do"), include_stop_str_in_output=kept)
+    output = Output(Words(), params)
+    assert [output.append(token) for token in (0, 1)] == [False, True]
+    assert (output.stop_string, output.text) == ("do", "the do" if kept else "the ")
+    output = Output(Words(), SamplingParams(stop="cat", max_tokens=2))
+    assert [output.append(token) for token in (0, 1)] == [False, True]
+    assert (output.stop_string, output.finish_reason) == (None, "length")
+
+
 class Read(deque):
     """Tokens without text yet, of an output that is read whenever one arrives, as by a thread."""
 
