@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import best_set, every_set, load, plain_rows
-from quantised import quantise_rows
+from quantised import ByEight, quantise_rows
 from quickbeam.models.native import library
 from quickbeam.models.native.library import FORMATS
 from quickbeam.models.native.operands import RowList
@@ -18,6 +18,7 @@ from quickbeam.models.native.quantised import BFLOAT16, BlockRows, Packed, Packe
 NAMES = [name for name, of in FORMATS.items() if of.inputs > 1]
 FILES = [name for name in NAMES if FORMATS[name].file_type is not None]
 kinds = pytest.mark.parametrize("name", NAMES)
+BY_EIGHT = ["q4_k", "q5_k", "q6_k"]  # formats that quantise rows by eight groups
 # where halves of float16 numbers stand in a block: scales, which must be finite
 HALVES = {"int4": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 
@@ -112,7 +113,7 @@ def test_products_are_near_and_the_same_at_every_width_and_set(isa, name):
     rows, x = blocks(name, 217, 512), numbers(33, 512)
     packed = Packed(load(isa), [rows], name=name)
     wide = run(isa, packed, 217, x)
-    values, scales = quantise_rows(x)
+    values, scales = quantise_rows(x, 256 if name in BY_EIGHT else 32)
     read = (values.double() * scales.double()[..., None]).flatten(1)
     if name.startswith("fp8"):  # which reads rows as they are
         read = x.double()
@@ -124,6 +125,25 @@ def test_products_are_near_and_the_same_at_every_width_and_set(isa, name):
     if name.startswith("fp8"):  # whose sums are of fused operations, where there are any
         return
     assert torch.equal(run("plain", Packed(load("plain"), [rows], name=name), 217, x[:3]), wide[:3])
+
+
+@every_set
+@pytest.mark.parametrize("name", BY_EIGHT)
+def test_scales_of_eight_groups_bit_for_bit(isa, name):
+    """The reference with scales by 32 inputs, and with half the lowest values, is another."""
+    rows, x = blocks(name, 50, 768, seed=4), numbers(11, 768, seed=5)
+    weight, y = ByEight.of(rows), run(isa, Packed(load(isa), [rows], name=name), 50, x)
+    assert torch.equal(weight.dense, by_package(rows))
+    assert torch.equal(y, weight.product(x))
+    x[3, 300] = torch.inf
+    again = run(isa, Packed(load(isa), [rows], name=name), 50, x)
+    assert again[3].isnan().all() and torch.equal(again[:3], y[:3])
+    if weight.lowest is not None:
+        other = weight._replace(lowest_by=weight.lowest_by / 2)
+        assert not torch.equal(again[4:], other.product(x)[4:])
+    finer, scales = quantise_rows(x, 32)
+    read = (finer * scales[..., None]).flatten(1)
+    assert not torch.allclose(again[4:], (read @ weight.dense.T)[4:], rtol=1e-4, atol=1e-4)
 
 
 @every_set
