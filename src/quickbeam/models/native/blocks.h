@@ -195,7 +195,7 @@ static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t 
     else by = lane_of(of.scales == SIGNED ? eight.by : own.by);
     if (of.scales == SIGNED) halves[0] = lane_of(own.by), halves[1] = lane_of(own.plus);
     if (of.scales == PAIR || zeroed(of.scales)) plus = lane_of(own.plus);
-    if (of.scales == SUPER) by *= lane_of(eight.by), plus = lane_of(eight.lowest_by) * float(scales[g * 32 + 16 + lane]);
+    if (of.scales == SUPER) by *= lane_of(eight.by), plus = lane_of(eight.lowest_by) / TOTAL_STEP * float(scales[g * 32 + 16 + lane]);
     for (int64_t i = 0; i < std::min(GROUP, inputs - g * GROUP); ++i) {
       if (is_float8(of.scales)) {
         to[g * GROUP + i] = by * float8(block[g * bytes + i * 16 + lane]);
