@@ -3,6 +3,8 @@
 import random
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
@@ -29,11 +31,17 @@ from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import PassRows
 from quickbeam.tree import TokenTree
 from test_block_drafter import KINDS, Toy, among
+from test_mtp import Head as MtpHead
 from test_torch_passes import CPU, Operations, graphs_on_the_cpu, tensors_of  # noqa: F401
 
 
 def toy(kind):
     return Toy(KINDS[kind], native=False, native_target=False)
+
+
+def head_of(kind):
+    with TemporaryDirectory() as folder:
+        return MtpHead(kind).open(Path(folder), native=False)
 
 
 def shortlist_of(pair, routed, window=30):
@@ -71,6 +79,7 @@ MADE = {
     "no markov": lambda: toy("dflash"),
     "eagle, context": lambda: listed(Pair("attention", native=False)),
     "eagle, router": lambda: listed(Pair("attention", native=False), routed=True),
+    "mtp": lambda: head_of("qwen3_5"),
     "dspark, context": lambda: listed(toy("dspark")),
     "no markov, context": lambda: listed(toy("dflash")),
 }
@@ -189,10 +198,9 @@ def test_a_call_takes_nothing_from_the_host(kind, calls):
     pair, device = with_graphs(MADE[kind]()), torch.device("meta")
     pair.distances((7,))
     passes = pair.drafter.passes
-    pair.target.embedding.to(device)
-    pair.target.head.to(device)
-    passes.network.to(device)
-    passes.layers.to(device)
+    for module in (passes.layers, passes.embedding, passes.head, getattr(pair, "network", None)):
+        if module is not None:
+            module.to(device)
     passes.pool = RowPool(passes.pool._shapes, passes.pool.dtype, device)
     for (compute, listed, inputs, options), *_ in kinds_of(calls):
         call = compute, listed, inputs, [on_device(option, device) for option in options]
@@ -287,7 +295,7 @@ def test_each_sequence_has_the_clusters_that_its_nodes_want_and_its_context(
         parts = [Draft(passes.pool.new(), tree) for tree in trees]
         return scored_tokens(passes.run(Batch(parts), hidden, head, states), rows)
 
-    embedded = passes.network.embedding(torch.tensor([t for tree in trees for t in tree.token]))
+    embedded = passes.embedding(torch.tensor([t for tree in trees for t in tree.token]))
     right, wanted = [], torch.tensor(rows)
     for number, state in enumerate(states):
         mine = wanted == number

@@ -48,7 +48,7 @@ from quickbeam.models.native.quantised import (
 from quickbeam.models.stack import Stack
 from quickbeam.models.torch.attention import PassInputs, attention_on
 from quickbeam.models.torch.graphs import Passes, SideStream
-from quickbeam.models.torch.network import Embedding
+from quickbeam.models.torch.network import Embedding, LayerStack
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import ListedRows, PassRows, list_pass, uncommitted
 from quickbeam.models.weights.parameters import Parameters, names
@@ -112,17 +112,20 @@ class Outputs(NamedTuple):
 
 
 class TorchPasses:
-    """A `network` on any device: the reference.
+    """A drafter's `layers` on any device: the reference.
 
     On CUDA each pass is one graph, with the head in it. A router runs in it beside the layers, on a
-    second stream.
+    second stream. `embedding`: from tokens to what rows read. `head`: from rows to logits. `model`:
+    the target.
     """
 
-    def __init__(self, network: DrafterNetwork, model: Model) -> None:
-        self.network, self.layers = network, network.layers_in_torch()
-        assert network.stack.hidden_input is not None
-        self._reads_tokens = network.stack.hidden_input.reads_tokens
-        self.pool = RowPool(kv_shapes(network.stack), model.dtype, model.device)
+    def __init__(self, layers: LayerStack, embedding: Any, head: Any, model: Model) -> None:
+        self.layers = layers
+        self.embedding = embedding
+        self.head = head
+        assert layers.stack.hidden_input is not None
+        self._reads_tokens = layers.stack.hidden_input.reads_tokens
+        self.pool = RowPool(kv_shapes(layers.stack), model.dtype, model.device)
         self._attend = attention_on(model.device)
         self._running = Passes(self._compute, self.pool)
         self._writing = Passes(self._compute_keys, self.pool)
@@ -245,7 +248,7 @@ class TorchPasses:
         if head.shortlist is not None:
             assert head.shortlist.in_torch is not None and columns is not None
             return head.shortlist.in_torch.logits(feature, columns, sequence)
-        logits: torch.Tensor = self.network.head(feature)
+        logits: torch.Tensor = self.head(feature)
         return logits if head.tokens is not None else logits[:, : self.vocab_size]
 
     def _compute_keys(
@@ -267,7 +270,7 @@ class TorchPasses:
     def _embedded(self, rows: PassRows) -> torch.Tensor | None:
         if not self._reads_tokens:
             return None
-        embedded: torch.Tensor = self.network.embedding(rows.tokens)
+        embedded: torch.Tensor = self.embedding(rows.tokens)
         return embedded
 
     def _inputs(self, rows: PassRows) -> PassInputs:
@@ -404,7 +407,7 @@ def passes_of(
     `weights`: their format (`NativePasses`).
     """
     if kernels is None or not _fits_kernels(network, model):
-        return TorchPasses(network, model)
+        return TorchPasses(network.layers_in_torch(), network.embedding, network.head, model)
     parameters = network.parameters_of_stack(model.dtype)
     stack = network.stack
     if stack.embedding:
