@@ -260,6 +260,22 @@ def test_scores_of_few_candidates_are_the_equations_among_them():
     assert 0 < int((probs > 0).sum()) < VOCAB
 
 
+@pytest.mark.parametrize("kind", ["confident", "selector", "scaled"])
+def test_the_blocks_of_a_call_have_candidates_of_their_own(kind):
+    toy, rng = Toy(KINDS[kind], within=1.0), random.Random(kind)
+    texts = [toy.begin(words(rng, length), rng.randrange(VOCAB)) for length in (2, 8, 16)]
+    trees = [random_tree(rng, text.context.ids[-1], 9) for text in texts]
+    requests = [text.request(tree, range(9)) for text, tree in zip(texts, trees, strict=True)]
+    together = toy.drafter.answer(requests)
+    supports = set()
+    for request, probs in zip(requests, together, strict=True):
+        (alone,) = toy.drafter.answer([request])
+        assert torch.equal(probs.dense() > 0, alone.dense() > 0)
+        torch.testing.assert_close(probs.dense(), alone.dense(), atol=1e-5, rtol=1e-3)
+        supports.add(tuple((alone.dense() > 0).any(0).tolist()))
+    assert len(supports) == len(texts)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_shortlist_is_scored_once_a_tree(dtype):
     toy, rng = Toy(DSPARK, dtype=dtype), random.Random(2)

@@ -217,8 +217,8 @@ class HeadUse:
 
     - `calls`: how many calls were counted.
     - `tokens`: how many tokens were scored, summed over `calls`.
-    - `seconds`: the time of choosing what is scored, and of the head, but for what PyTorch does as a
-      part of passes.
+    - `seconds`: the time of choosing what is scored, and of the head, but for what PyTorch does as
+      a part of passes.
     """
 
     calls: int = 0
