@@ -12,7 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from features import Pair, words
+from features import Pair, rounds, words
+from features import random_tree as tree_at
 from models import VOCAB, random_tree, spread_out
 from quickbeam.drafters import feature as of_feature
 from quickbeam.drafters.base import DraftProbs
@@ -119,6 +120,31 @@ def test_graphs_give_what_the_equations_do(kind, calls):
     assert 3 <= captured < len(calls) / 2
     padded = [bool(listed.to(CPU).is_padding.any()) for _, listed, _, _ in calls]
     assert any(padded) and not all(padded)
+
+
+@pytest.mark.parametrize("kind", ["own head", "eagle, router", "dspark, context", "no markov"])
+@torch.inference_mode()
+def test_sequences_that_share_a_graph_get_what_they_get_alone(kind, calls):
+    def answers(pair, together):
+        rng, probs = random.Random(7), []
+        texts = [pair.begin(words(rng, length), rng.randrange(VOCAB)) for length in (4, 9, 70)]
+        trees = [tree_at(rng, text.context.ids[-1], 7) for text in texts]
+        for depth in range(4):
+            of_depth = [rounds(tree)[depth : depth + 1] for tree in trees]
+            asked = [
+                text.request(tree, nodes)
+                for text, tree, some in zip(texts, trees, of_depth, strict=True)
+                for nodes in some
+            ]
+            parts = [asked] if together else [[request] for request in asked]
+            probs += [one.dense() for part in parts for one in pair.drafter.answer(part)]
+        return probs
+
+    alone, together = answers(MADE[kind](), False), answers(with_graphs(MADE[kind]()), True)
+    assert calls and len(alone) == len(together) > 6
+    for right, got in zip(alone, together, strict=True):
+        assert torch.equal(right > 0, got > 0)
+        torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.usefixtures("graphs_on_the_cpu")
