@@ -1,13 +1,16 @@
 """What drafts would gain on other machines: recorded acceptance against a roofline.
 
     python benchmarks/simulate.py --traces benchmarks/traces.json --machine h100 --shape 8b
+    python benchmarks/simulate.py --traces benchmarks/traces.json --machine 8x60 --shape 1.5b-q4
     python benchmarks/simulate.py --traces benchmarks/traces.json --machine here --loads 1,4,16,32
 
 A load of B sequences takes the entry of a trace (`traces.py`), or plain decoding, with the most
 tokens a second, B * tokens / (pass of B * rows + calls + host). A pass takes the longer of its
 arithmetic and of reading its bytes (weights, experts that its rows wake, keys and values), at the
-shares of a data sheet's figures in REACHED. `here` takes passes and calls as this machine's budget
-measured them, and the rest of a step from the run; its table has what decoding gave beside it.
+shares of a data sheet's figures in REACHED. `8x60` is 8 cores like those that PER_CORE was measured
+on, with 60 GB/s between them, both as passes reach them. `here` takes passes and calls as this
+machine's budget measured them, and the rest of a step from the run; its table has what decoding
+gave beside it.
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ COLUMNS = "requests", "method", "measured", "simulated", "ratio"
 
 class Device(NamedTuple):
     bandwidth: float  # bytes a second
-    arithmetic: float  # bfloat16 operations a second
+    arithmetic: float  # operations a second, in the shape's number format
     host: float  # seconds of a pass or call that are neither, a guess
+    reached: tuple[float, float] = REACHED
 
 
 class Shape(NamedTuple):
@@ -47,6 +51,7 @@ class Shape(NamedTuple):
     share: float
     kept: float  # bytes of keys and values a token
     drafter: float  # parameters of a drafter of one layer with a head of 32,000 tokens
+    number: float = 2.0  # bytes of a parameter
 
 
 # H100 SXM: NVIDIA's data sheet, dense. EPYC 9965: 12 channels of DDR5-6400; 192 cores with
@@ -55,17 +60,32 @@ DEVICES = {
     "h100": Device(3.35e12, 989e12, 1e-4),
     "epyc-192": Device(614e9, 192 * 2.25e9 * 128, 2e-4),
 }
-# Llama-3.1-8B and Qwen3-30B-A3B by their configurations, without the embedding
+# Operations a second of one core (Zen 4, 3.65 GHz) in passes of 8 to 32 rows, by bytes of a number
+PER_CORE = {2.0: 195e9, 0.72: 290e9}
+BARRIERS = 224, 1.5e-6  # of a pass, and seconds of each
+# Llama-3.1-8B and Qwen3-30B-A3B by their configurations, without the embedding; Qwen2.5 1.5B in
+# Q4_K_M with its head, and the 0.5B drafting
 SHAPES = {
     "8b": Shape(7.5e9, 0.0, 1.0, 131072, 0.38e9),
     "30b-a3b": Shape(1.22e9, 29.0e9, 8 / 128, 98304, 0.15e9),
+    "1.5b-q4": Shape(1.54e9, 0.0, 1.0, 28672, 0.49e9, 0.72),
 }
+
+
+def device_of(name: str, shape: Shape) -> Device:
+    """Return a device of DEVICES, or the one of so many cores and gigabytes a second."""
+    if name in DEVICES:
+        return DEVICES[name]
+    cores, gigabytes = map(float, name.split("x"))
+    host = BARRIERS[0] * BARRIERS[1]
+    return Device(gigabytes * 1e9, cores * PER_CORE[shape.number], host, (1.0, 1.0))
 
 
 def roofline(device: Device, shape: Shape, context: int) -> Seconds:
     def longer(parameters: float, operations: float, more: float = 0.0) -> float:
-        read = (2 * parameters + more) / (REACHED[0] * device.bandwidth)
-        return max(read, 2 * operations / (REACHED[1] * device.arithmetic)) + device.host
+        bandwidth, arithmetic = device.reached
+        read = (shape.number * parameters + more) / (bandwidth * device.bandwidth)
+        return max(read, 2 * operations / (arithmetic * device.arithmetic)) + device.host
 
     def seconds(entry: Entry, many: int) -> float:
         rows, calls = many * entry[0], entry[2]
@@ -126,7 +146,8 @@ def compared(llm: LLM, curves: dict[str, list[Entry]], given: Namespace) -> Iter
 def main() -> None:
     parser = arguments(__doc__, limit=32, max_tokens=64)
     parser.add_argument("--traces", type=Path, required=True, help="what `traces.py --json` wrote")
-    parser.add_argument("--machine", choices=[*DEVICES, "here"], default="h100")
+    machines = f"{', '.join(DEVICES)}, CORESxGIGABYTES_A_SECOND, or here"
+    parser.add_argument("--machine", default="h100", help=machines)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--context", type=int, default=1024, help="tokens before each tree")
     parser.add_argument("--loads", default="1,4,16,64,256,1024", help="requests at a time")
@@ -136,7 +157,8 @@ def main() -> None:
     if given.machine == "here":
         rows += compared(load(given), curves, given)
     else:
-        seconds = roofline(DEVICES[given.machine], SHAPES[given.shape], given.context)
+        shape = SHAPES[given.shape]
+        seconds = roofline(device_of(given.machine, shape), shape, given.context)
         for many in map(int, numbers(given.loads)):
             plain = many / seconds(PLAIN, many)
             rows.append({"requests": many, "ar, tokens/s": f"{plain:.0f}"})

@@ -5,6 +5,10 @@ Rows of inputs are quantised in groups of 32: whole numbers from -127 to 127 and
 of `int8` have one scale per output, those of `int4` (0 to 15) a scale and a lowest value per output
 and group. The sum within a group is exact in float32; those of the groups are scaled and added one
 after the other, by `fused` operations.
+
+For `q4_k`, `q5_k` and `q6_k`, whose groups have whole numbers for scales and share a scale by
+eight, rows share one by eight groups, too. There a small group's numbers are finer by a power of
+two, and totals of groups are counted in 16 of the finest steps.
 """
 
 from typing import NamedTuple
@@ -102,6 +106,104 @@ def quantise_rows(x):
     top = torch.where(used, top, 1)
     values = torch.where(used[..., None], groups * (TOP / top)[..., None], 0).round()
     return values, torch.where(used, top / 127, torch.where(finite, 0, torch.nan))
+
+
+class RowsByEight(NamedTuple):
+    """Rows `[n, inputs]` that are quantised by eight groups.
+
+    - `values`: `[n, eights, 8, 32]` whole numbers.
+    - `raised`: `[n, eights, 8]`, what sums of a group's values are taken times.
+    - `scales`: `[n, eights]`; NaN where a number is not finite.
+    """
+
+    values: torch.Tensor
+    raised: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def of(cls, x):
+        groups = in_groups(x.to(torch.bfloat16)).unflatten(1, (-1, 8))
+        sizes = groups.abs().amax(3)
+        top = sizes.amax(2)
+        finite = top.isfinite()
+        used = finite & (top >= LEAST)
+        top = torch.where(used, top, 1)
+        finer = sum((sizes * 2.0**k <= top[..., None]).float() for k in range(1, 8))
+        by = (TOP / top)[..., None] * 2**finer
+        values = torch.where(used[..., None, None], groups * by[..., None], 0).round()
+        scales = torch.where(used, top / 127, torch.where(finite, 0, torch.nan)) / 128
+        return cls(values, 2 ** (7 - finer), scales)
+
+    @property
+    def dense(self):
+        return (self.values * (self.raised * self.scales[..., None])[..., None]).flatten(1)
+
+
+class ByEight(NamedTuple):
+    """A weight whose groups share scales by eight, 256 inputs.
+
+    - `values`: `[outputs, eights, n, 256 / n]` whole numbers; n: 8 groups, or 16 halves of groups.
+    - `times`: `[outputs, eights, n]` whole numbers.
+    - `by`: `[outputs, eights]` float32.
+    - `lowest`, `lowest_by`: likewise, or None: what is taken off each value.
+    """
+
+    values: torch.Tensor
+    times: torch.Tensor
+    by: torch.Tensor
+    lowest: torch.Tensor | None = None
+    lowest_by: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, rows):
+        """Take blocks of `q4_k`, `q5_k` or `q6_k` apart (`BlockRows`)."""
+        name, size = rows.name, {"q4_k": 144, "q5_k": 176, "q6_k": 210}[rows.name]
+        data = rows.data.view(len(rows), -1, size)
+
+        def half(at):
+            return data[..., at : at + 2].contiguous().view(torch.float16)[..., 0].float()
+
+        if name == "q6_k":
+            low, high = data[..., :128].unflatten(-1, (2, 2, 32)), data[..., 128:192]
+            high = high.unflatten(-1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6]).view(4, 1)
+            values = torch.cat([low & 15, low >> 4], -2) | (high & 3) << 4
+            times = data[..., 192:208].contiguous().view(torch.int8)
+            return cls(values.flatten(2).unflatten(2, (16, 16)).int() - 32, times, half(208))
+        low = data[..., size - 128 :].unflatten(-1, (4, 1, 32))
+        values = torch.cat([low & 15, low >> 4], -2).flatten(2, 3)
+        if name == "q5_k":
+            values = values | (data[..., 16:48, None] >> torch.arange(8) & 1).mT << 4
+        first, second, third = (data[..., at : at + 4] for at in (4, 8, 12))
+        times = torch.cat([first & 63, third & 15 | first >> 6 << 4], -1)
+        lowest = torch.cat([second & 63, third >> 4 | second >> 6 << 4], -1)
+        return cls(values, times, half(0), lowest, half(2))
+
+    @property
+    def dense(self):
+        numbers = self.values * (self.times * self.by[..., None])[..., None]
+        if self.lowest is not None:
+            numbers = numbers - (self.lowest * self.lowest_by[..., None])[..., None]
+        return numbers.flatten(1)
+
+    def product(self, x):
+        """Multiply rows `[n, inputs]`. Returns `[n, outputs]` float32."""
+        rows = RowsByEight.of(x)
+        y = x.new_zeros(len(x), len(self.values), dtype=torch.float32)
+        pieces = self.values.shape[2] // 8
+        for i in range(rows.values.shape[1]):
+            parts = rows.values[:, i].unflatten(2, (pieces, -1)).flatten(1, 2)
+            total = torch.zeros_like(y)
+            for k in range(8 * pieces):
+                sums = parts[:, k] @ self.values[:, i, k].float().T
+                raised = rows.raised[:, i, k // pieces, None]
+                total = fused(sums * raised, self.times[:, i, k].float(), total)
+            total = total * self.by[:, i]
+            if self.lowest is not None:
+                counted = (rows.values[:, i].sum(2) * rows.raised[:, i] / 16).round()
+                lowest = counted @ self.lowest[:, i].float().T
+                total = fused(lowest, -16 * self.lowest_by[:, i], total)
+            y = fused(total, rows.scales[:, i, None], y)
+        return y
 
 
 def fused(a, b, c):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import best_set, every_set, load, plain_rows
-from quantised import quantise_rows
+from quantised import ByEight, RowsByEight, quantise_rows
 from quickbeam.models.native import library
 from quickbeam.models.native.library import FORMATS
 from quickbeam.models.native.operands import RowList
@@ -18,6 +18,7 @@ from quickbeam.models.native.quantised import BFLOAT16, BlockRows, Packed, Packe
 NAMES = [name for name, of in FORMATS.items() if of.inputs > 1]
 FILES = [name for name in NAMES if FORMATS[name].file_type is not None]
 kinds = pytest.mark.parametrize("name", NAMES)
+BY_EIGHT = ["q4_k", "q5_k", "q6_k"]  # formats that quantise rows by eight groups
 # where halves of float16 numbers stand in a block: scales, which must be finite
 HALVES = {"int4": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 
@@ -114,6 +115,8 @@ def test_products_are_near_and_the_same_at_every_width_and_set(isa, name):
     wide = run(isa, packed, 217, x)
     values, scales = quantise_rows(x)
     read = (values.double() * scales.double()[..., None]).flatten(1)
+    if name in BY_EIGHT:
+        read = RowsByEight.of(x).dense.double()
     if name.startswith("fp8"):  # which reads rows as they are
         read = x.double()
     wanted = read @ by_package(rows).double().T
@@ -124,6 +127,26 @@ def test_products_are_near_and_the_same_at_every_width_and_set(isa, name):
     if name.startswith("fp8"):  # whose sums are of fused operations, where there are any
         return
     assert torch.equal(run("plain", Packed(load("plain"), [rows], name=name), 217, x[:3]), wide[:3])
+
+
+@every_set
+@pytest.mark.parametrize("name", BY_EIGHT)
+def test_rows_by_eight_groups_bit_for_bit(isa, name):
+    """Groups of all sizes, and other lowest values and no finer groups, which must be seen."""
+    rows, x = blocks(name, 50, 768, seed=4), numbers(11, 768, seed=5)
+    for group in range(24):
+        x[:, 32 * group : 32 * group + 32] *= 2.0 ** -((5 * group) % 11)
+    x[2, 256:512], x[5, 300] = 0, torch.inf
+    weight, y = ByEight.of(rows), run(isa, Packed(load(isa), [rows], name=name), 50, x)
+    assert torch.equal(weight.dense, by_package(rows))
+    assert y[5].isnan().all()
+    assert torch.equal(y[:5], weight.product(x)[:5]) and torch.equal(y[6:], weight.product(x)[6:])
+    if weight.lowest is not None:
+        other = weight._replace(lowest_by=weight.lowest_by * 1.001)
+        assert not torch.equal(y[:5], other.product(x)[:5])
+    read = RowsByEight.of(x)
+    assert set(read.raised[0].unique().tolist()) == {2.0**k for k in range(8)}
+    assert (read.dense[0] - x[0].float()).abs().max() <= x[0].float().abs().max() / 253
 
 
 @every_set

@@ -186,12 +186,16 @@ static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t 
     store(v, x);
     return v[lane];
   };
+  Scales8 eight;
   for (int64_t g = 0; g < groups; ++g) {
-    const Scale scale = scale_of(of.scales, scales, groups, g);
-    float by = lane_of(scale.by), plus = 0.0f, halves[2] = {1.0f, 1.0f};
+    if (g % SUPER_GROUPS == 0) load_scales(of.scales, scales, groups, g, std::min(SUPER_GROUPS, groups - g), eight);
+    const auto& own = eight.of[g % SUPER_GROUPS];
+    float by = 1.0f, plus = 0.0f, halves[2] = {1.0f, 1.0f};
     if (of.scales == OUTPUT) by = reinterpret_cast<const float*>(scales)[lane];
-    if (of.scales == SIGNED) halves[0] = lane_of(scale.first), halves[1] = lane_of(scale.second);
-    if (of.scales == PAIR || of.scales == SUPER || zeroed(of.scales)) plus = lane_of(scale.plus);
+    else by = lane_of(of.scales == SIGNED ? eight.by : own.by);
+    if (of.scales == SIGNED) halves[0] = lane_of(own.by), halves[1] = lane_of(own.plus);
+    if (of.scales == PAIR || zeroed(of.scales)) plus = lane_of(own.plus);
+    if (of.scales == SUPER) by *= lane_of(eight.by), plus = lane_of(eight.lowest_by) / TOTAL_STEP * float(scales[g * 32 + 16 + lane]);
     for (int64_t i = 0; i < std::min(GROUP, inputs - g * GROUP); ++i) {
       if (is_float8(of.scales)) {
         to[g * GROUP + i] = by * float8(block[g * bytes + i * 16 + lane]);

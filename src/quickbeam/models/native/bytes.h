@@ -21,13 +21,16 @@ inline int32_t word(const T* p) {  // the first four bytes
 // `Bytes`: 64 unsigned ones. `shifted<S>`: each to the right by S bits (to the left where S is negative), of which those of `mask` stay.
 // `whole`: bytes of at most 127 as products read them; `whole_wide`: any bytes, less `ABOVE`. Bytes of at most 15 are read as they are (`dot_half`).
 // `WholeValue`: what products of whole bytes read of a row. `dot_two`: of 64 bytes and the 64 behind them, all at most 63, with 8 inputs.
-// `start`: sums go on from a number.
+// `start`: sums go on from a number. `raised`: sums as numbers, times two to the power of `by`, which are below 2^24. `WordPairs`: of each of 16 outputs two numbers of 16 bits, side by side, which `dot_words` multiplies with two.
 #if defined(QB_VNNI) && defined(QB_ZMM)
 
 struct Bytes {
   __m512i v;
 };
 struct WholeSums {
+  __m512i v;
+};
+struct WordPairs {
   __m512i v;
 };
 using WholeBytes = Bytes;
@@ -48,6 +51,12 @@ inline WholeBytes whole(Bytes x) { return x; }
 inline WholeSums dot_whole(WholeSums s, WholeBytes w, const int8_t* x) { return {_mm512_dpbusd_epi32(s.v, w.v, _mm512_set1_epi32(word(x)))}; }
 inline HalfSums dot_half(HalfSums s, Bytes w, const int8_t* x) { return dot_whole(s, w, x); }
 inline Lanes to_lanes(WholeSums s) { return {_mm512_cvtepi32_ps(s.v)}; }
+inline Lanes raised(WholeSums s, int32_t by) { return {_mm512_cvtepi32_ps(_mm512_sllv_epi32(s.v, _mm512_set1_epi32(by)))}; }
+inline WordPairs load_word_pairs(const uint8_t* first, const uint8_t* second) {
+  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(first)), b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(second));
+  return {_mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)))};
+}
+inline WholeSums dot_words(WholeSums s, WordPairs w, const int16_t* x) { return {_mm512_dpwssd_epi32(s.v, w.v, _mm512_set1_epi32(word(x)))}; }
 
 #elif defined(QB_AVX2) || defined(QB_ZMM)
 
@@ -55,6 +64,9 @@ struct Bytes {
   __m256i a, b;
 };
 struct WholeSums {
+  __m256i a, b;
+};
+struct WordPairs {
   __m256i a, b;
 };
 inline void start(WholeSums& s, int32_t n) { s.a = s.b = _mm256_set1_epi32(n); }
@@ -81,6 +93,14 @@ inline Lanes to_lanes(__m256i a, __m256i b) {
 #endif
 }
 inline Lanes to_lanes(WholeSums s) { return to_lanes(s.a, s.b); }
+inline WordPairs load_word_pairs(const uint8_t* first, const uint8_t* second) {
+  const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(first)), b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(second));
+  return {_mm256_cvtepu8_epi16(_mm_unpacklo_epi8(a, b)), _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(a, b))};
+}
+inline WholeSums dot_words(WholeSums s, const WordPairs& w, const int16_t* x) {
+  const __m256i v = _mm256_set1_epi32(word(x));
+  return {_mm256_add_epi32(s.a, _mm256_madd_epi16(w.a, v)), _mm256_add_epi32(s.b, _mm256_madd_epi16(w.b, v))};
+}
 
 #ifdef QB_VNNI
 
@@ -162,6 +182,9 @@ struct WholeSums {
 struct WholeBytes {
   int8x16_t v[4];
 };
+struct WordPairs {
+  int16x8_t v[4];
+};
 using HalfSums = WholeSums;
 using WholeValue = int8_t;
 inline void start(WholeSums& s, int32_t n) {
@@ -210,6 +233,19 @@ inline HalfSums dot_half(HalfSums s, const Bytes& w, const int8_t* x) { return d
 inline Lanes to_lanes(const WholeSums& s) {
   return fours([&](int i) { return vcvtq_f32_s32(s.v[i]); });
 }
+inline WordPairs load_word_pairs(const uint8_t* first, const uint8_t* second) {
+  const uint8x16_t a = vld1q_u8(first), b = vld1q_u8(second), low = vzip1q_u8(a, b), high = vzip2q_u8(a, b);
+  const auto words = [](uint8x8_t x) { return vreinterpretq_s16_u16(vmovl_u8(x)); };
+  return {{words(vget_low_u8(low)), words(vget_high_u8(low)), words(vget_low_u8(high)), words(vget_high_u8(high))}};
+}
+inline WholeSums dot_words(WholeSums s, const WordPairs& w, const int16_t* x) {
+  const int16x8_t v = vreinterpretq_s16_s32(vdupq_n_s32(word(x)));
+  for (int i = 0; i < 4; ++i) {
+    const int32x4_t low = vmull_s16(vget_low_s16(w.v[i]), vget_low_s16(v)), high = vmull_high_s16(w.v[i], v);
+    s.v[i] = vaddq_s32(s.v[i], vpaddq_s32(low, high));
+  }
+  return s;
+}
 
 #else
 
@@ -218,6 +254,9 @@ struct Bytes {
 };
 struct WholeSums {
   int32_t v[16];
+};
+struct WordPairs {
+  int16_t v[32];
 };
 using WholeBytes = Bytes;
 using HalfSums = WholeSums;
@@ -251,12 +290,28 @@ inline HalfSums dot_half(HalfSums s, const Bytes& w, const int8_t* x) { return d
 inline Lanes to_lanes(const WholeSums& s) {
   return each([&](int i) { return float(s.v[i]); });
 }
+inline WordPairs load_word_pairs(const uint8_t* first, const uint8_t* second) {
+  WordPairs w;
+  for (int i = 0; i < 16; ++i) w.v[2 * i] = first[i], w.v[2 * i + 1] = second[i];
+  return w;
+}
+inline WholeSums dot_words(WholeSums s, const WordPairs& w, const int16_t* x) {
+  for (int i = 0; i < 16; ++i) s.v[i] += w.v[2 * i] * x[0] + w.v[2 * i + 1] * x[1];
+  return s;
+}
 
 #endif
 
 #if defined(QB_VNNI) || !(defined(QB_AVX2) || defined(QB_ZMM))
 inline WholeSums dot_two(const WholeSums& s, const Bytes& w, const Bytes& behind, const int8_t* x) {
   return dot_whole(dot_whole(s, whole(w), x), whole(behind), x + 4);
+}
+#endif
+
+#if !(defined(QB_VNNI) && defined(QB_ZMM))
+template <class Sums>
+inline Lanes raised(const Sums& s, int32_t by) {
+  return mul(to_lanes(s), all(float(1 << by)));
 }
 #endif
 

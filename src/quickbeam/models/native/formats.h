@@ -14,8 +14,10 @@
 
 #ifdef __GNUC__
 #define QB_OF_ITS_OWN __attribute__((noinline))
+#define QB_UNROLL _Pragma("GCC unroll 8")  // what is kept in registers
 #else
 #define QB_OF_ITS_OWN
+#define QB_UNROLL
 #endif
 
 namespace qb {
@@ -81,11 +83,6 @@ inline int64_t block_bytes(int32_t format, int64_t inputs) {
   return (groups * of.bits * 64 + scale_bytes(of.scales, groups) + 63) / 64 * 64;
 }
 
-struct Scale {
-  Lanes by, plus;       // plus: lowest values of PAIR and SUPER, zero points of ZERO
-  Lanes first, second;  // of SIGNED
-};
-
 // 2^(x - 128), as GGUF has it.
 inline Lanes load_exponents(const uint8_t* p) {
   float v[16];
@@ -96,50 +93,76 @@ inline Lanes load_exponents(const uint8_t* p) {
   return load(v);
 }
 
-// Of group g; `scales`: behind the values of a block.
-inline Scale scale_of(Scales kind, const uint8_t* scales, int64_t groups, int64_t g) {
+// Rows that are quantised by eight groups: the most that a group's numbers are finer than those of the largest group, as a power of two; and in how
+// many of the finest steps a group's total is counted.
+constexpr int32_t FINEST = 7, TOTAL_STEP = 16;
+
+// The scales of eight groups that follow one another.
+struct Scales8 {
+  struct {
+    Lanes by, plus;  // plus: lowest values of PAIR, zero points of ZERO. Of SUPER and SIGNED whole numbers: by, and plus of a group's second half
+  } of[SUPER_GROUPS];
+  WordPairs lowest[SUPER_GROUPS / 2];  // of SUPER, of two groups each
+  Lanes by, lowest_by;                 // what whole numbers are taken times; lowest values times TOTAL_STEP as well
+};
+
+// Of `count` groups from g on; `scales`: behind the values of a block.
+inline void load_scales(Scales kind, const uint8_t* scales, int64_t groups, int64_t g, int64_t count, Scales8& to) {
   const auto halves = [](const uint8_t* p) { return load_half_floats(reinterpret_cast<const uint16_t*>(p)); };
-  const uint8_t *pair = scales + g * 32, *super = scales + groups * 32;
-  const int64_t shared = (groups + shared_by(kind) - 1) / shared_by(kind), own = g / shared_by(kind);
-  Scale s;
+  const uint8_t *own = scales + g * 32, *super = scales + groups * 32;
+  const int64_t by = shared_by(kind), shared = (groups + by - 1) / by;
   switch (kind) {
-    case HALF: s.by = halves(pair); break;
-    case PAIR: s.by = halves(scales + g * 64), s.plus = halves(scales + g * 64 + 32); break;
-    case EXPONENT: s.by = load_exponents(scales + g * 16); break;
+    case HALF:
+      for (int64_t i = 0; i < count; ++i) to.of[i].by = halves(own + i * 32);
+      break;
+    case PAIR:
+      for (int64_t i = 0; i < count; ++i) to.of[i] = {halves(scales + (g + i) * 64), halves(scales + (g + i) * 64 + 32)};
+      break;
+    case EXPONENT:
+      for (int64_t i = 0; i < count; ++i) to.of[i].by = load_exponents(scales + (g + i) * 16);
+      break;
     case SUPER:
       super += g / SUPER_GROUPS * 64;
-      s.by = mul(halves(super), load_numbers(pair));
-      s.plus = sub(zero(), mul(halves(super + 32), load_numbers(pair + 16)));
+      to.by = halves(super), to.lowest_by = mul(halves(super + 32), all(float(-TOTAL_STEP)));
+      for (int64_t i = 0; i < SUPER_GROUPS; ++i) to.of[i].by = load_numbers(own + i * 32);
+      for (int64_t i = 0; i < SUPER_GROUPS; i += 2) to.lowest[i / 2] = load_word_pairs(own + i * 32 + 16, own + i * 32 + 48);
       break;
     case SIGNED:
-      s.by = halves(super + g / SUPER_GROUPS * 32);
-      s.first = load_numbers(reinterpret_cast<const int8_t*>(pair));
-      s.second = load_numbers(reinterpret_cast<const int8_t*>(pair + 16));
+      to.by = halves(super + g / SUPER_GROUPS * 32);
+      for (int64_t i = 0; i < SUPER_GROUPS; ++i) {
+        const int8_t* two = reinterpret_cast<const int8_t*>(own + i * 32);
+        to.of[i] = {load_numbers(two), load_numbers(two + 16)};
+      }
       break;
     case ZERO:
-    case ZERO_4: s.plus = load_numbers(scales + shared * 64 + own * 16); [[fallthrough]];
+    case ZERO_4:
+      for (int64_t i = 0; i < count; ++i) to.of[i].plus = load_numbers(scales + shared * 64 + (g + i) / by * 16);
+      [[fallthrough]];
     case FLOAT:
-    case FLOAT_4: s.by = load(reinterpret_cast<const float*>(scales) + own * 16); break;
-    default: s.by = all(1.0f);
+    case FLOAT_4:
+      for (int64_t i = 0; i < count; ++i) to.of[i].by = load(reinterpret_cast<const float*>(scales) + (g + i) / by * 16);
+      break;
+    default: break;
   }
-  return s;
 }
 
 // The same of groups first to last (excluded) of `count` blocks that are `stride` bytes apart; to: [count][apart]. One function for all products,
 // which would be large otherwise.
 QB_OF_ITS_OWN static void scales_of(Scales kind, const uint8_t* scales, int64_t stride, int64_t groups, int64_t first, int64_t last, int64_t count,
-                                    Scale* to, int64_t apart) {
+                                    Scales8* to, int64_t apart) {
   for (int64_t b = 0; b < count; ++b)
-    for (int64_t g = first; g < last; ++g) to[b * apart + g - first] = scale_of(kind, scales + b * stride, groups, g);
+    for (int64_t g = first; g < last; g += SUPER_GROUPS)
+      load_scales(kind, scales + b * stride, groups, g, std::min(SUPER_GROUPS, last - g), to[b * apart + (g - first) / SUPER_GROUPS]);
 }
 
 // Products of values of `BITS` bits with scales of a KIND: OUTPUT, HALF (of a group, whatever holds it), PAIR (lowest values as well), ZERO
-// (zero points as well) or SIGNED. TABLE: values stand for numbers of a table.
+// (zero points as well), SUPER or SIGNED. BY_EIGHT: rows are quantised by eight groups, so that these are added up before scales that they share. TABLE: values stand for numbers of a table.
 template <int BITS, Scales KIND, bool TABLE>
 struct Values {
   static constexpr bool SMALL = BITS == 4 && !TABLE, TWO = BITS == 5 || BITS == 6;
   static constexpr bool WIDE = BITS == 8 || TABLE;  // up to 255
-  static constexpr bool SCALED = KIND != OUTPUT, ADDS = KIND == PAIR || KIND == ZERO, SCALED_TOTALS = KIND == PAIR;
+  static constexpr bool SCALED = KIND != OUTPUT, ADDS = KIND == PAIR || KIND == ZERO || KIND == SUPER, SCALED_TOTALS = KIND == PAIR;
+  static constexpr bool BY_EIGHT = KIND == SUPER || KIND == SIGNED;
   static constexpr int PIECES = KIND == SIGNED ? 2 : 1;  // of a group, which are summed apart
   static constexpr int64_t GROUP_BYTES = BITS * 64;
   using Sums = std::conditional_t<SMALL, HalfSums, WholeSums>;
@@ -187,27 +210,47 @@ struct Values {
     step<4>(s, x, w, stride, table), step<5>(s, x, w, stride, table), step<6>(s, x, w, stride, table), step<7>(s, x, w, stride, table);
   }
 
+  // What eight groups have added so far, and what one more adds, whose numbers are 2^finer times as fine as the row's scale.
+  template <class Scale>
+  static Lanes plus_group(const Lanes& f, const Sums (&s)[PIECES], const Scale& scale, int32_t finer) {
+    const Lanes sum = fused(raised(s[0], FINEST - finer), scale.by, f);
+    return KIND == SUPER ? sum : fused(raised(s[PIECES - 1], FINEST - finer), scale.plus, sum);
+  }
+
   // A result so far, and what a group adds. `row`: the row's scale; `total`: the sum of its values, with lowest values times the scale.
-  static Lanes plus(const Lanes& f, const Sums (&s)[PIECES], const Scale& scale, float row, float total) {
+  template <class Scale>
+  static Lanes plus(const Lanes& f, const Sums (&s)[PIECES], const Scale& scale, float row, [[maybe_unused]] float total) {
     Lanes sum = to_lanes(s[0]);
     if constexpr (KIND == OUTPUT) return fused(sum, all(row), f);
-    // exact: below 2^24
-    if constexpr (KIND == SIGNED) sum = fused(to_lanes(s[PIECES - 1]), scale.second, mul(sum, scale.first));
-    if constexpr (KIND == ZERO) sum = sub(sum, mul(WIDE ? sub(scale.plus, all(float(ABOVE))) : scale.plus, all(total)));
+    if constexpr (KIND == ZERO) sum = sub(sum, mul(WIDE ? sub(scale.plus, all(float(ABOVE))) : scale.plus, all(total)));  // exact: below 2^24
     const Lanes more = fused(mul(sum, all(row)), scale.by, f);
     return KIND == PAIR ? fused(scale.plus, all(total), more) : more;
+  }
+
+  // A result so far, and what eight groups add whose sums are `eight`. `totals`: of the groups' values, in TOTAL_STEPs.
+  static Lanes plus_eight(const Lanes& f, const Lanes& eight, const Scales8& scale, float row, [[maybe_unused]] const int16_t* totals) {
+    Lanes sum = mul(eight, scale.by);
+    if constexpr (KIND == SUPER) {
+      WholeSums lowest;
+      start(lowest, 0);
+      for (int64_t i = 0; i < SUPER_GROUPS; i += 2) lowest = dot_words(lowest, scale.lowest[i / 2], totals + i);
+      sum = fused(to_lanes(lowest), scale.lowest_by, sum);
+    }
+    return fused(sum, all(row), f);
   }
 };
 
 // f(Values<...>) for what a layout needs.
 template <class F>
 static void with_values(const Layout& of, F f) {
-  const bool lowest = of.scales == PAIR || of.scales == SUPER, zero_point = zeroed(of.scales);
+  const bool lowest = of.scales == PAIR, super = of.scales == SUPER, zero_point = zeroed(of.scales);
   if (of.bits == 8 && zero_point) f(Values<8, ZERO, false>());
   else if (zero_point) f(Values<4, ZERO, false>());
   else if (of.scales == OUTPUT) f(Values<8, OUTPUT, false>());
   else if (of.bits == 8) f(Values<8, HALF, false>());
   else if (of.bits == 6) f(Values<6, SIGNED, false>());
+  else if (of.bits == 5 && super) f(Values<5, SUPER, false>());
+  else if (super) f(Values<4, SUPER, false>());
   else if (of.bits == 5 && lowest) f(Values<5, PAIR, false>());
   else if (of.bits == 5) f(Values<5, HALF, false>());
   else if (of.table) f(Values<4, HALF, true>());

@@ -1,8 +1,9 @@
 // Products of bfloat16 rows with weights of few bits (`formats.h`), which are read once.
 //
-// A row is quantised by itself, each group of 32 inputs to whole numbers of -127 to 127 with a scale of its own; groups' sums are whole
-// numbers; scaled, they are added in float32, first group to last, by the same few operations everywhere. So a row's bits depend neither on
-// the other rows, nor on threads, nor on the instruction set: `tests/quantised.py` has the same in PyTorch.
+// A row is quantised by itself, each group of 32 inputs to whole numbers of -127 to 127 with a scale of its own. Where eight groups of weights
+// share a scale, eight groups of the row do: a small group's numbers are then finer by a power of two, by which its sums are moved. Groups' sums are whole numbers; scaled, they are added in float32, first group to last, by
+// the same few operations everywhere. So a row's bits depend neither on the other rows, nor on threads, nor on the instruction set:
+// `tests/quantised.py` has the same in PyTorch.
 #pragma once
 #include <algorithm>
 #include <cfloat>
@@ -19,6 +20,15 @@ constexpr float LEAST = 7.8886090522101181e-31f;  // 2^-100: groups whose larges
 
 inline Lanes size_of(const Lanes& x) { return greatest(x, sub(zero(), x)); }
 
+// How the rows of a product are quantised. `wide`: values are kept as WholeValue, else in 8 bits. `pieces`: of a group, which are summed apart.
+// `offset`: what all weights are above the numbers that they stand for. `scaled`: totals are taken times scales. `span`: groups that share a
+// scale; of eight, totals are kept as whole numbers of TOTAL_STEPs.
+struct RowKind {
+  bool wide, scaled;
+  int64_t pieces, span;
+  int32_t offset;
+};
+
 // Quantised rows, kept by each thread for itself: parts of a few rows that are worked on together, in each group by group, row beside row.
 class QuantisedRows {
  public:
@@ -26,85 +36,105 @@ class QuantisedRows {
 
   static int64_t rows_at_once(int64_t inputs) { return std::max<int64_t>(16, MOST / (groups_of(inputs) * GROUP * 2)); }
 
-  // `wide`: values are kept as WholeValue, else in 8 bits. `pieces`: of a group, which are summed apart. `offset`: what all weights are above
-  // the numbers that they stand for. `scaled`: totals are taken times scales.
-  void resize(int64_t rows, int64_t inputs, bool wide, int64_t pieces, int32_t offset, bool scaled) {
-    groups = groups_of(inputs), wide_ = wide, pieces_ = pieces, offset_ = offset, scaled_ = scaled;
+  void resize(int64_t rows, int64_t inputs, const RowKind& kind) {
+    groups = groups_of(inputs), kind_ = kind;
     const size_t all = size_t(rows * groups);
-    values_.resize(all * size_t(GROUP)), scales_.resize(all), totals_.resize(all), starts_.resize(all * size_t(pieces));
+    values_.resize(all * size_t(GROUP)), scales_.resize(all), totals_.resize(all), starts_.resize(all * size_t(kind.pieces));
+    if (kind.span > 1) whole_totals_.resize(all), finer_.resize(all);
   }
 
   // A part: rows [first, first + count).
   void take(const bf16* x, int64_t stride, int64_t first, int64_t count, int64_t inputs) {
+    const int64_t span = kind_.span * GROUP;
     for (int64_t r = 0; r < count; ++r)
-      for (int64_t g = 0; g < groups; ++g) {
-        const bf16* from = x + (first + r) * stride + g * GROUP;
-        bf16 part[GROUP] = {};
-        if ((g + 1) * GROUP > inputs) {
-          std::memcpy(part, from, size_t(inputs - g * GROUP) * 2);
+      for (int64_t i = 0; i < inputs; i += span) {
+        const bf16* from = x + (first + r) * stride + i;
+        bf16 part[SUPER_GROUPS * GROUP] = {};
+        if (i + span > inputs) {
+          std::memcpy(part, from, size_t(inputs - i) * 2);
           from = part;
         }
-        quantise(from, first * groups + g * count + r);
+        quantise(from, first * groups, i / GROUP, count, r);
       }
   }
 
-  // From row `row` on, which is the first of a part: [groups][rows][32] values, [groups][rows] scales and sums of values,
-  // [groups][rows][pieces] numbers that sums of products start from.
+  // From row `row` on, which is the first of a part: [groups][rows][32] values, [groups / span][rows] scales, [groups][rows] sums of values or
+  // [groups / span][rows][span] whole ones, [groups][rows] powers of two by which numbers are finer than the scale says, [groups][rows][pieces]
+  // numbers that sums of products start from.
   template <class Value>
   const Value* values(int64_t row) const {
     return reinterpret_cast<const Value*>(values_.data()) + row * groups * GROUP;
   }
-  const float* scales(int64_t row) const { return scales_.data() + row * groups; }
+  const float* scales(int64_t row) const { return scales_.data() + row * groups / kind_.span; }
   const float* totals(int64_t row) const { return totals_.data() + row * groups; }
-  const int32_t* starts(int64_t row) const { return starts_.data() + row * groups * pieces_; }
+  const int16_t* whole_totals(int64_t row) const { return whole_totals_.data() + row * groups; }
+  const int32_t* finer(int64_t row) const { return finer_.data() + row * groups; }
+  const int32_t* starts(int64_t row) const { return starts_.data() + row * groups * kind_.pieces; }
 
  private:
   static constexpr int64_t MOST = 1 << 19;  // bytes that a part of the rows may take, about: they stay in the cache meanwhile
-  std::vector<int16_t> values_;
+  std::vector<int16_t> values_, whole_totals_;
   std::vector<float> scales_, totals_;
-  std::vector<int32_t> starts_;
-  int64_t pieces_ = 1;
-  int32_t offset_ = 0;
-  bool wide_ = false, scaled_ = false;
+  std::vector<int32_t> starts_, finer_;
+  RowKind kind_ = {};
 
-  // One group, to place `at`. What is not finite makes the scale NaN, and so the whole row of results.
-  void quantise(const bf16* x, int64_t at) {
-    Lanes a = load(x), b = load(x + 16);
-    const Lanes size = size_of(a), other = size_of(b);
-    const bool finite = !any_above(size, FLT_MAX) && !any_above(other, FLT_MAX);
-    const float largest = highest(greatest(size, other));
+  // The groups that share a scale, of which the first is group g of row r of `rows`, whose first number lies behind `begin` groups. What is not
+  // finite makes the scale NaN, and so the whole row of results.
+  void quantise(const bf16* x, int64_t begin, int64_t g, int64_t rows, int64_t r) {
+    const int64_t span = kind_.span;
+    float sizes[SUPER_GROUPS], largest = 0.0f;  // of groups
+    bool finite = true;
+    for (int64_t i = 0; i < span; ++i) {
+      const Lanes size = size_of(load(x + i * GROUP)), other = size_of(load(x + i * GROUP + 16));
+      finite = finite && !any_above(size, FLT_MAX) && !any_above(other, FLT_MAX);
+      sizes[i] = highest(greatest(size, other)), largest = std::max(largest, sizes[i]);
+    }
     const bool used = finite && largest >= LEAST;
-    const Lanes by = all(127.0f / largest);
-    a = used ? round_even(mul(a, by)) : zero(), b = used ? round_even(mul(b, by)) : zero();
-    const float scale = !finite ? NAN : used ? largest / 127.0f : 0.0f, first = total(a), second = total(b);
-    scales_[size_t(at)] = scale, totals_[size_t(at)] = scaled_ ? scale * (first + second) : first + second;
-    int32_t* from = starts_.data() + at * pieces_;
-    from[0] = -offset_ * int32_t(pieces_ == 1 ? first + second : first);
-    if (pieces_ == 2) from[1] = -offset_ * int32_t(second);
-    if (wide_) arrange(a, b, reinterpret_cast<WholeValue*>(values_.data()) + at * GROUP);
-    else arrange(a, b, reinterpret_cast<int8_t*>(values_.data()) + at * GROUP);
+    const float scale = !finite ? NAN : used ? largest / 127.0f : 0.0f;
+    const int64_t shared = (begin + g * rows) / span + r;
+    scales_[size_t(shared)] = span > 1 ? scale / (1 << FINEST) : scale;
+    for (int64_t i = 0; i < span; ++i, x += GROUP) {
+      int32_t finer = 0;
+      while (span > 1 && finer < FINEST && sizes[i] * float(2 << finer) <= largest) ++finer;
+      const Lanes by = all(127.0f / largest * float(1 << finer));
+      const Lanes a = used ? round_even(mul(load(x), by)) : zero(), b = used ? round_even(mul(load(x + 16), by)) : zero();
+      const float first = total(a), second = total(b);
+      const int64_t at = begin + (g + i) * rows + r;
+      if (span > 1) {
+        finer_[size_t(at)] = finer;
+        whole_totals_[size_t(shared * span + i)] = int16_t(std::nearbyint((first + second) * float(1 << (FINEST - finer)) / TOTAL_STEP));
+      } else totals_[size_t(at)] = kind_.scaled ? scale * (first + second) : first + second;
+      int32_t* from = starts_.data() + at * kind_.pieces;
+      from[0] = -kind_.offset * int32_t(kind_.pieces == 1 ? first + second : first);
+      if (kind_.pieces == 2) from[1] = -kind_.offset * int32_t(second);
+      if (kind_.wide) arrange(a, b, reinterpret_cast<WholeValue*>(values_.data()) + at * GROUP);
+      else arrange(a, b, reinterpret_cast<int8_t*>(values_.data()) + at * GROUP);
+    }
   }
 };
 
-// A part of the rows from `row` on x blocks of 16 outputs to y. `ready`: scales, [blocks][groups], null where they are still to be made. `ahead`: what
-// will be read next, of which `lines` of 64 bytes are fetched meanwhile.
+// A part of the rows from `row` on x blocks of 16 outputs to y. `ready`: scales, [blocks][groups / 8], null where they are still to be made. `ahead`:
+// what will be read next, of which `lines` of 64 bytes are fetched meanwhile.
 template <class F, int R, int B>
-static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row, const uint8_t* w, int64_t stride, const Scale* ready, float* y,
+static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row, const uint8_t* w, int64_t stride, const Scales8* ready, float* y,
                            int64_t y_stride, const uint8_t* ahead, int64_t lines) {
   const int64_t groups = x.groups, step = (lines + groups - 1) / groups;
-  const int32_t* starts = x.starts(row);
+  const int32_t *starts = x.starts(row), *finer = x.finer(row);
   const float *scales = x.scales(row), *totals = x.totals(row);
   const auto* values = x.values<typename F::Value>(row);
   const uint8_t* by = w + groups * F::GROUP_BYTES;
-  Scale own[B][SUPER_GROUPS];
+  Scales8 own[B];
   Lanes f[R][B];
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) f[r][b] = zero();
   for (int64_t first = 0; first < groups; first += SUPER_GROUPS) {
-    const int64_t end = std::min(groups, first + SUPER_GROUPS);
-    if (F::SCALED && !ready) scales_of(of.scales, by, stride, groups, first, end, B, own[0], SUPER_GROUPS);
-    const Scale* scale = ready ? ready + first : own[0];
-    const int64_t apart = ready ? groups : SUPER_GROUPS;
+    const int64_t end = F::BY_EIGHT ? first + SUPER_GROUPS : std::min(groups, first + SUPER_GROUPS);
+    if (F::SCALED && !ready) scales_of(of.scales, by, stride, groups, first, end, B, own, 1);
+    const Scales8* scale = ready ? ready + first / SUPER_GROUPS : own;
+    const int64_t apart = ready ? (groups + SUPER_GROUPS - 1) / SUPER_GROUPS : 1;
+    Lanes eight[R][B];
+    for (int r = 0; r < R; ++r)
+      for (int b = 0; b < B; ++b) eight[r][b] = F::BY_EIGHT ? zero() : f[r][b];
     for (int64_t g = first; g < end; ++g) {
       for (int64_t l = g * step; l < (g + 1) * step && l < lines; ++l) QB_PREFETCH(ahead + l * 64);
       typename F::Sums s[R][B][F::PIECES];
@@ -113,8 +143,18 @@ static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row
           for (int piece = 0; piece < F::PIECES; ++piece) start(s[r][b][piece], F::ADDS ? 0 : starts[(g * R + r) * F::PIECES + piece]);
       F::template add<R, B>(s, values + g * R * GROUP, w + g * F::GROUP_BYTES, stride, of.table);
       for (int b = 0; b < B; ++b)
-        for (int r = 0; r < R; ++r) f[r][b] = F::plus(f[r][b], s[r][b], scale[b * apart + g - first], scales[g * R + r], totals[g * R + r]);
+        for (int r = 0; r < R; ++r) {
+          const auto& own_scale = scale[b * apart].of[g - first];
+          if constexpr (F::BY_EIGHT) eight[r][b] = F::plus_group(eight[r][b], s[r][b], own_scale, finer[g * R + r]);
+          else eight[r][b] = F::plus(eight[r][b], s[r][b], own_scale, scales[g * R + r], totals[g * R + r]);
+        }
     }
+    QB_UNROLL for (int r = 0; r < R; ++r)
+      for (int b = 0; b < B; ++b) {
+        const int64_t shared = first / SUPER_GROUPS * R + r;
+        if constexpr (!F::BY_EIGHT) f[r][b] = eight[r][b];
+        else f[r][b] = F::plus_eight(f[r][b], eight[r][b], scale[b * apart], scales[shared], x.whole_totals(row) + shared * SUPER_GROUPS);
+      }
   }
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) {
@@ -123,7 +163,7 @@ static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row
     }
 }
 
-using QuantisedTile = void (*)(const Layout&, const QuantisedRows&, int64_t, const uint8_t*, int64_t, const Scale*, float*, int64_t, const uint8_t*,
+using QuantisedTile = void (*)(const Layout&, const QuantisedRows&, int64_t, const uint8_t*, int64_t, const Scales8*, float*, int64_t, const uint8_t*,
                                int64_t);
 
 // What fits the registers: by rows, how many blocks of outputs side by side.
@@ -151,31 +191,30 @@ static void quantised_panels(int32_t format, const bf16* x, int64_t x_stride, in
                              bool even, float* sums, Done done) {
   const Layout& of = LAYOUTS[format];
   QuantisedTile (*tile_for)(int64_t, int64_t) = nullptr;
-  bool wide = false, scaled = false;
-  int64_t pieces = 1;
-  int32_t offset = 0;
+  RowKind kind = {};
   with_values(of, [&](auto which) {
     using F = decltype(which);
-    tile_for = quantised_tile_for<F>, wide = sizeof(typename F::Value) > 1, pieces = F::PIECES, scaled = F::SCALED_TOTALS;
-    if (!F::ADDS) offset = of.offset - (F::WIDE ? ABOVE : 0);
+    tile_for = quantised_tile_for<F>;
+    const int32_t offset = F::ADDS ? 0 : of.offset - (F::WIDE ? ABOVE : 0);
+    kind = {sizeof(typename F::Value) > 1, F::SCALED_TOTALS, F::PIECES, F::BY_EIGHT ? SUPER_GROUPS : 1, offset};
   });
   static thread_local QuantisedRows taken;
-  static thread_local std::vector<Scale> scales;  // of a panel, where several parts need them
+  static thread_local std::vector<Scales8> scales;  // of a panel, where several parts need them
   const int64_t stride = block_bytes(format, inputs), most_rows = QuantisedRows::rows_at_once(inputs);
   for (int64_t begin = 0; begin < rows; begin += most_rows) {
     const Parts parts(std::min(most_rows, rows - begin), MOST_QUANTISED);
-    taken.resize(parts.rows, inputs, wide, pieces, offset, scaled);
+    taken.resize(parts.rows, inputs, kind);
     for (int64_t part = 0; part < parts.count; ++part)
       taken.take(x + begin * x_stride, x_stride, parts.begin(part), parts.begin(part + 1) - parts.begin(part), inputs);
     const auto tile = [&](int64_t low, int64_t count, const char* block, int64_t blocks, float* to, int64_t to_stride, const char* ahead,
                           int64_t lines) {
       const uint8_t* w = reinterpret_cast<const uint8_t*>(block);
-      Scale* ready = nullptr;
+      Scales8* ready = nullptr;
       if (parts.count > 1 && of.scales != OUTPUT) {
-        const int64_t groups = taken.groups, place = (to - sums) / 16 * groups;
-        if (int64_t(scales.size()) < place + blocks * groups) scales.resize(size_t(place + blocks * groups));
+        const int64_t groups = taken.groups, each_block = (groups + SUPER_GROUPS - 1) / SUPER_GROUPS, place = (to - sums) / 16 * each_block;
+        if (int64_t(scales.size()) < place + blocks * each_block) scales.resize(size_t(place + blocks * each_block));
         ready = scales.data() + place;
-        if (low == 0) scales_of(of.scales, w + groups * of.bits * 64, stride, groups, 0, groups, blocks, ready, groups);
+        if (low == 0) scales_of(of.scales, w + groups * of.bits * 64, stride, groups, 0, groups, blocks, ready, each_block);
       }
       tile_for(count, blocks)(of, taken, low, w, stride, ready, to, to_stride, reinterpret_cast<const uint8_t*>(ahead), lines);
     };
