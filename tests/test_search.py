@@ -13,7 +13,6 @@ from quickbeam.drafters.base import Context, DraftProbs
 from quickbeam.drafters.ngram import MAX_N
 from quickbeam.drafters.texts import Texts
 from quickbeam.methods.acceptance import (
-    ALTERNATIVE,
     GUESSED,
     LIFT,
     REMEMBERED,
@@ -76,16 +75,12 @@ class PlainSearch:
         self.source[path], self.features[path] = source, [features]
         self.probability[path] = probability
 
-    def continue_text(self, path, tokens, length, source="ngram", kind=REPEATED, first=None):
+    def continue_text(self, path, tokens, length, source="ngram", kind=REPEATED):
         for i, token in enumerate(tokens[: self.max_depth - len(path)]):
             child = (*path, token)
             if child not in self.rates:
-                features = free_features(kind if i else first or kind, length + i)
-                rate = self.model.rate(features)
-                if first == ALTERNATIVE and i == 0:
-                    rate = min(rate, self.left(path))
-                else:
-                    rate *= self.left(path)
+                features = free_features(kind, length + i)
+                rate = self.model.rate(features) * self.left(path)
                 if not self.admits(self.value(path) * rate, len(path) + 1):
                     return
                 self.enter(child, source, rate, features)
@@ -102,10 +97,9 @@ class PlainSearch:
         index, ids = self.context.states["ngram"], self.context.ids
         if not self.continued:
             self.continued.add(())
-            for i, match in enumerate(index.matches(ids[-LONGEST:])):
+            if match := index.match(ids[-LONGEST:]):
                 tokens = index.continuation(match, LONGEST)
-                first = ALTERNATIVE if i else REPEATED
-                self.continue_text((), tokens, match.length, first=first)
+                self.continue_text((), tokens, match.length)
             self.remember(())
             left = self.left(())
             for rank, token in self.last_logits.ranked(self.context, GUESSES):

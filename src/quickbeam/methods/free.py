@@ -70,7 +70,9 @@ class FreeCandidates:
             longest = FARTHER if search.wide else LONGEST
             self._predict(search, search.root)
             first = REPEATED
-            for match in index.matches(search.context.ids[-LONGEST:]):
+            matches = index.matches(search.context.ids[-LONGEST:])
+            # beside a drafter an alternative is worth less than the node that it takes
+            for match in matches[:1] if search.name else matches:
                 tokens = index.continuation(match, longest)
                 self._continue(search, search.root, tokens, match.length, first=first)
                 first = ALTERNATIVE
