@@ -53,6 +53,17 @@ def refused(response, param, status=400):
     return str(error["message"])
 
 
+def anthropic_error(response, kind, begin=""):
+    """The message of an error in Anthropic's form, which begins with these words."""
+    assert response.status_code >= 400, response.text
+    error = response.json()
+    assert error.keys() == {"type", "error", "request_id"} and error["type"] == "error"
+    assert error["request_id"] == response.headers["request-id"]
+    assert error["error"].keys() == {"type", "message"} and error["error"]["type"] == kind, error
+    assert error["error"]["message"].startswith(begin), error
+    return str(error["error"]["message"])
+
+
 def chunks(response):
     """The chunks of a stream, which ends with `[DONE]`."""
     assert response.status_code == 200, response.text
@@ -74,6 +85,42 @@ def events(response):
     assert [block["event"] for block in blocks] == [event["type"] for event in events]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
+
+
+def message_of(response):
+    """The message that the events of Anthropic's API make, each of them in its place."""
+    assert response.status_code == 200, response.text
+    named = [block.split("\n") for block in response.text.strip().split("\n\n")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in named]
+    assert [name.removeprefix("event: ") for name, _ in named] == [one["type"] for one in events]
+    first, *rest, delta, stop = [one for one in events if one["type"] != "ping"]
+    assert first["type"] == "message_start" and stop == {"type": "message_stop"}
+    message = first["message"]
+    assert message["content"] == [] and message["stop_reason"] is None
+    closed = True
+    for event in rest:
+        kind = event["type"].removeprefix("content_block_")
+        if kind == "start":
+            assert closed and event["index"] == len(message["content"])
+            message["content"].append(event["content_block"])
+        block = message["content"][event["index"]]
+        assert event["index"] == len(message["content"]) - 1
+        if kind == "delta":
+            match event["delta"]:
+                case {"type": "input_json_delta", "partial_json": text}:
+                    assert block["input"] == {}
+                    block["input"] = json.loads(text)
+                case {"type": "text_delta", "text": text}:
+                    block["text"] += text
+                case {"type": "thinking_delta", "thinking": text}:
+                    block["thinking"] += text
+                case {"type": "signature_delta", "signature": text}:
+                    block["signature"] = text
+                case _:
+                    raise AssertionError(event)
+        closed = kind == "stop"
+    assert closed and delta["type"] == "message_delta"
+    return message | delta["delta"] | {"usage": delta["usage"]}
 
 
 def junk(*names):

@@ -9,9 +9,9 @@ import pytest
 from quickbeam import LLM
 from quickbeam.config import ServerOptions
 from quickbeam.serve.endpoints import ENDPOINTS
-from serving import ScriptedRunner, ask, chunks, events, good, refused
+from serving import ScriptedRunner, ask, chunks, events, good, message_of, refused
 
-CHAT, COMPLETIONS, RESPONSES = ENDPOINTS
+CHAT, COMPLETIONS, RESPONSES, ANTHROPIC = ENDPOINTS
 HEADER = "x-quickbeam-ignored"
 # shows what there is: tools' names, messages, calls with their arguments
 TEMPLATE = (
@@ -51,6 +51,10 @@ def prompt(runner, llm):
 
 def answered(runner, path, body):
     """The calls of an answer, each as its API tells it."""
+    if path == ANTHROPIC:
+        response = ask(runner, path, body)
+        message = message_of(response) if body.get("stream") else good(response)
+        return [block for block in message["content"] if block["type"] == "tool_use"]
     if path == CHAT:
         if not body.get("stream"):
             return good(ask(runner, path, body))["choices"][0]["message"].get("tool_calls", [])
@@ -73,7 +77,8 @@ def test_recorded_requests_are_answered(scripted, agent):
     scripted.script = written(name, x=3)
     (call,) = answered(scripted, path, body)
     function = call["function"] if path == CHAT else call
-    assert function["name"] == name and json.loads(function["arguments"]) == {"x": 3}
+    arguments = function["input"] if path == ANTHROPIC else json.loads(function["arguments"])
+    assert function["name"] == name and arguments == {"x": 3}
     scripted.script, scripted.piece = "Done.", 10
     response = ask(scripted, path, body)
     assert response.status_code == 200 and "Done." in response.text

@@ -14,18 +14,19 @@ from quickbeam.serve import endpoints
 from quickbeam.serve.endpoints import ENDPOINTS
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import CompletionRequest
-from serving import ask, ask_raw, junk, refused
+from serving import anthropic_error, ask, ask_raw, junk, refused
 
-CHAT, COMPLETIONS, RESPONSES = ENDPOINTS
+CHAT, COMPLETIONS, RESPONSES, ANTHROPIC = ENDPOINTS
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat and the cat"}]
 BODIES = {
     CHAT: {"messages": MESSAGES, "max_tokens": 24},
     COMPLETIONS: {"prompt": "the cat sat on the mat and the cat", "max_tokens": 20},
     RESPONSES: {"input": "the cat", "instructions": "be brief", "max_output_tokens": 24},
+    ANTHROPIC: {"messages": MESSAGES, "max_tokens": 24},
 }
 
 LINES = Path(__file__).with_name("refused_requests.jsonl").read_text().splitlines()
-KINDS = dict(zip(("chat", "completion", "response"), ENDPOINTS, strict=True))
+KINDS = dict(zip(("chat", "completion", "response", "message"), ENDPOINTS, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -35,7 +36,11 @@ def test_what_is_not_served_is_refused_by_name(runner, kind):
     assert len(asked) > 15
     for line in asked:
         body = {**BODIES[KINDS[kind]], **line["fields"]}
-        refused(ask_raw(runner, KINDS[kind], json.dumps(body)), line["param"])
+        response = ask_raw(runner, KINDS[kind], json.dumps(body))
+        if kind == "message":
+            anthropic_error(response, "invalid_request_error", f"{line['param']}: ")
+        else:
+            refused(response, line["param"])
 
 
 def test_numbers_without_end_are_refused(runner):
@@ -69,9 +74,9 @@ def test_bodies_that_are_no_json_or_too_long_are_refused(runner):
 # what would take too long
 SLOW = ("n", "best_of", "regex", "lark", "structured_outputs", "guided_json", "guided_regex")
 SLOW += ("guided_grammar", "text", "messages", "response_format")
-PART = st.fixed_dictionaries(
-    {"type": st.sampled_from(["text", "image_url", "input_text"])}, optional={"text": junk()}
-)
+PARTS = st.sampled_from(["text", "image_url", "input_text", "thinking", "tool_use", "tool_result"])
+OF_PARTS = ("text", "thinking", "id", "tool_use_id", "name", "input", "content")
+PART = st.fixed_dictionaries({"type": PARTS}, optional=dict.fromkeys(OF_PARTS, junk()))
 ROLES = st.sampled_from(["user", "system", "assistant", "tool"]) | junk()
 CONTENT = st.text(max_size=8) | st.lists(PART, max_size=2) | junk()
 ITEMS = st.sampled_from(["message", "function_call", "function_call_output"]) | junk()
@@ -86,12 +91,13 @@ TOKENS = {"/tokenize": ("prompt", "messages", "tools"), "/detokenize": ("tokens"
 
 @st.composite
 def requests(draw):
-    path = draw(st.sampled_from([CHAT, CHAT, COMPLETIONS, RESPONSES, *TOKENS]))
+    path = draw(st.sampled_from([CHAT, CHAT, COMPLETIONS, RESPONSES, ANTHROPIC, *TOKENS]))
     if path in TOKENS:
         return path, draw(st.dictionaries(st.sampled_from(TOKENS[path]), VALUES, max_size=2))
     known = ENDPOINTS[path].kind
     lengths, prompt = known.length_fields, known.prompt_field
-    names = [name for name in known.model_fields if name not in (*SLOW, *lengths)]
+    names = [field.alias or name for name, field in known.model_fields.items()]
+    names = [name for name in names if name not in (*SLOW, *lengths)]
     fields = draw(st.dictionaries(st.sampled_from(names), VALUES, max_size=4))
     if path != COMPLETIONS and draw(st.booleans()):
         fields[prompt] = draw(CONVERSATIONS)
@@ -106,8 +112,10 @@ def test_junk_is_never_the_servers_fault(runner, asked):
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         error = response.json()["error"]
-        # Infinity and NaN are no JSON
-        assert error["message"] and (error["param"] is not None or "JSON" in error["message"])
+        if path == ANTHROPIC:
+            anthropic_error(response, error["type"])
+        else:  # Infinity and NaN are no JSON
+            assert error["message"] and (error["param"] is not None or "JSON" in error["message"])
 
 
 HUGE = 5000
@@ -120,6 +128,10 @@ WITHIN = [  # lists within lists
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}] * HUGE}]}),
     (RESPONSES, {"input": [{"role": "user", "content": [{}] * HUGE}]}),
     (RESPONSES, {"input": "x", "tools": [FUNCTION]}),
+    (ANTHROPIC, {"messages": [{"role": "user", "content": [{}] * HUGE}]}),
+    (ANTHROPIC, {"messages": [{"role": "assistant", "content": [{}] * HUGE}]}),
+    (ANTHROPIC, {"system": [{}] * HUGE, "messages": MESSAGES}),
+    (ANTHROPIC, {"tools": [{}] * HUGE, "messages": MESSAGES}),
 ]
 
 DICTIONARIES = ("logit_bias", "metadata")  # fields, which pydantic reads to their end

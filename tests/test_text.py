@@ -148,11 +148,11 @@ def test_spaces_of_a_tokenizer_that_strips_are_kept(text):
 
 
 def brute_force(tokenizer, ids, ends, params):
-    """Token ids, text and reason, by decoding everything at each token."""
+    """Token ids, text, reason and stop string, by decoding everything at each token."""
     text = ""
     for n, token in enumerate(ids, 1):
         if token in ends and n > params.min_tokens:
-            return list(ids[:n]), decode(tokenizer, ids[: n - 1]), "stop"
+            return list(ids[:n]), decode(tokenizer, ids[: n - 1]), "stop", None
         before, text = len(text.rstrip("\ufffd")), decode(tokenizer, ids[:n])
         if n > params.min_tokens:  # what is complete by now and was not before
             spans = [
@@ -162,10 +162,12 @@ def brute_force(tokenizer, ids, ends, params):
                 if text.startswith(s, i) and i + len(s) > before
             ]
             if spans:
-                return list(ids[:n]), text[: min(spans)[params.include_stop_str_in_output]], "stop"
+                start, end = min(spans)
+                kept = text[: end if params.include_stop_str_in_output else start]
+                return list(ids[:n]), kept, "stop", text[start:end]
         if n == params.max_tokens:
-            return list(ids[:n]), text, "length"
-    return list(ids), text, None
+            return list(ids[:n]), text, "length", None
+    return list(ids), text, None, None
 
 
 @examples(300)
@@ -202,8 +204,9 @@ def test_the_answer_ends_where_brute_force_ends_it(kind, text, data):
     if output.finish_reason is None:
         output.close("interrupted")
         shown += output.take()
-        expected = (*expected[:2], "interrupted")
-    assert (output.token_ids, output.text, output.finish_reason) == expected
+        expected = (*expected[:2], "interrupted", None)
+    ended = (output.token_ids, output.text, output.finish_reason, output.stop_string)
+    assert ended == expected
     assert shown == output.text and output.take() == ""
 
 
@@ -219,6 +222,25 @@ def test_the_earliest_stop_string_counts_and_what_begins_one_is_held_back():
         output.append(tokenizer.get_vocab()[one])
         shown.append(output.take())
     assert shown == ["x", "a", "", "", "bb"]  # then "d" begins "de"
+
+
+class Words:
+    """A tokenizer whose tokens are words."""
+
+    def decode(self, ids, **_):
+        return "".join(["the", " dogs", " bark"][token] for token in ids)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_stop_string_that_ended_an_answer_is_named(kept):
+    """Without what stands behind it in the same token."""
+    params = SamplingParams(stop=("bark", "do"), include_stop_str_in_output=kept)
+    output = Output(Words(), params)
+    assert [output.append(token) for token in (0, 1)] == [False, True]
+    assert (output.stop_string, output.text) == ("do", "the do" if kept else "the ")
+    output = Output(Words(), SamplingParams(stop="cat", max_tokens=2))
+    assert [output.append(token) for token in (0, 1)] == [False, True]
+    assert (output.stop_string, output.finish_reason) == (None, "length")
 
 
 class Read(deque):

@@ -96,6 +96,7 @@ class Output:
 
     - `finish_reason`: None until the answer ends. Then `stop` (an end-of-sequence id, a stop id or
       a stop string), `length` (`max_tokens`), or what `close` was given.
+    - `stop_string`: the stop string that ended the answer; None if none did.
     - `token_ids`: all tokens fed, including the one that ended the answer.
     - `text`: their text, cut before the earliest stop string, or right after it with
       `include_stop_str_in_output`. An id that ended the answer gives no text. May be read from any
@@ -114,6 +115,7 @@ class Output:
         self._undecoded: deque[int] = deque()
         self._reading = Lock()  # held by the thread that decodes
         self.finish_reason: str | None = None
+        self.stop_string: str | None = None
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
@@ -217,6 +219,7 @@ class Output:
         stopped = bool(matches) and len(self.token_ids) > self._min_tokens
         if stopped:
             start, length = min(matches)
+            self.stop_string = text[start : start + length]
             text = text[: start + length if self._include_stop else start]
         self._text = text
         return stopped

@@ -95,6 +95,7 @@ class Completion:
 
     - `finish_reason`: `stop` (an end-of-sequence or stop id, or a stop string), `length`,
       `interrupted`, or `error`.
+    - `stop_string`: the stop string that ended the answer; None if none did.
     - `seed`: the seed that a sampled answer was drawn with, given or not; None at temperature 0.
     - `logprobs`: one entry a token where they were asked for.
     - `prompt_logprobs`: one entry a token of the prompt where asked for, None for the first.
@@ -109,6 +110,7 @@ class Completion:
     logprobs: list[Logprob] | None = None
     seed: int | None = None
     prompt_logprobs: list[Logprob | None] | None = None
+    stop_string: str | None = None
 
     def __str__(self) -> str:
         return self.text

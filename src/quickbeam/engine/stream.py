@@ -155,4 +155,5 @@ class Stream(Iterator[str]):
             logprobs=sequence.logprobs,
             seed=None if sequence.params.greedy else sequence.seed,
             prompt_logprobs=sequence.prompt_logprobs,
+            stop_string=output.stop_string,
         )

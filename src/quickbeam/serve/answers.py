@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
@@ -116,9 +116,13 @@ class Streams:
 
 
 class AnsweredRequest:
-    """A request while it is answered."""
+    """A request while it is answered.
+
+    `keep_alive`: fields of the server-sent event that its stream holds where nothing else comes.
+    """
 
     answers: Streams
+    keep_alive: ClassVar[Json] = {"comment": "keep-alive"}
 
     async def complete(self) -> Json:
         """Wait until all answers are complete, and return the response object."""

@@ -24,9 +24,10 @@ from starlette.routing import Route
 
 from quickbeam import __version__
 from quickbeam.errors import QuickbeamError, did_you_mean
-from quickbeam.serve import errors
+from quickbeam.serve import anthropic, errors
 from quickbeam.serve.admission import BYTES_A_TOKEN, TENANT, RetryableError
 from quickbeam.serve.answers import Json
+from quickbeam.serve.anthropic_request import CountRequest
 from quickbeam.serve.convert import check_model, named
 from quickbeam.serve.endpoints import (
     ENDPOINTS,
@@ -86,7 +87,7 @@ def failed(request: Request, error: HTTPException) -> Response:
         error = HTTPException(
             404, f"there is no such path: this server has {', '.join(paths)}{hint}"
         )
-    return errors.response(error)
+    return errors.response(error, request.scope)
 
 
 def responder(endpoint: Endpoint) -> Handler:
@@ -105,7 +106,7 @@ def responder(endpoint: Endpoint) -> Handler:
             headers=ignored_header(request),
             sep="\n",
             ping=runner.options.keep_alive,
-            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+            ping_message_factory=lambda: ServerSentEvent(**reply.keep_alive, sep="\n"),
         )
 
     return respond
@@ -150,7 +151,7 @@ def guarded(runner: Runner, handler: Handler) -> Callable[[Request], Awaitable[R
         except Exception as error:
             if isinstance(error, RetryableError) and http.method == "POST":
                 runner.metrics.refused(error)
-            return errors.response(error)
+            return errors.response(error, http.scope)
 
     return handle
 
@@ -230,12 +231,16 @@ async def version(runner: Runner, http: Request) -> Json:
 
 
 async def models(runner: Runner, http: Request) -> Json:
+    if errors.asks_anthropic(http.scope):
+        return anthropic.models(runner)
     return {"object": "list", "data": [_model(runner, name) for name in runner.names]}
 
 
 async def model(runner: Runner, http: Request) -> Json:
     name = http.path_params["name"]
     check_model(runner, name)
+    if errors.asks_anthropic(http.scope):
+        return anthropic.model(runner, name)
     return _model(runner, name)
 
 
@@ -286,6 +291,10 @@ async def tokenize(runner: Runner, http: Request) -> Response:
         return await runner.tokenise(encode, tokens, TENANT.get())
 
 
+async def count_tokens(runner: Runner, http: Request) -> Json:
+    return await anthropic.count_tokens(runner, await read(http, CountRequest))
+
+
 async def detokenize(runner: Runner, http: Request) -> Json:
     """Return the text of tokens, special ones included."""
     request = await read(http, Detokenize)
@@ -308,5 +317,6 @@ GET: dict[str, Handler] = {
     "/v1/models/{name:path}": model,
 }
 POST: dict[str, Handler] = {path: responder(endpoint) for path, endpoint in ENDPOINTS.items()}
+POST[f"{errors.MESSAGES}/count_tokens"] = count_tokens
 POST["/tokenize"] = tokenize
 POST["/detokenize"] = detokenize

@@ -9,6 +9,13 @@ import string
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from quickbeam.serve.thoughts import (
+    CLOSING_MARKS,
+    LONGEST_MARK,
+    MAX_SPACE,
+    THOUGHT_BEGINS,
+    THOUGHT_ENDS,
+)
 from quickbeam.serve.tool_fields import Tool
 
 # fields of a response template
@@ -18,11 +25,7 @@ ID_CHARACTERS = string.ascii_letters + string.digits  # of short ids
 SHORT_ID = 9  # characters
 ARGUMENT_KEYS = ("arguments", "parameters")  # that models use
 OTHER_KEYS = ("name", "id", "type")  # of a call
-THOUGHT_BEGINS = re.compile(r"<think>|\[THINK\]")
-THOUGHT_ENDS = re.compile(r"</think>|\[/THINK\]")
-LONGEST_MARK = len("</think>")
 
-MAX_SPACE = 64  # characters of white space next to a call that are left out
 MAX_OPENING = 256  # characters of a call before its JSON
 SPACE = re.compile(rf"\s{{0,{MAX_SPACE}}}")
 JOINT = re.compile(rf"{SPACE.pattern}(?:;{SPACE.pattern})?")  # between calls without markers
@@ -279,7 +282,7 @@ class JsonCalls:
     def __init__(self, form: ToolFormat, tools: Sequence[Tool]) -> None:
         self._form = form
         self._names = {tool.function.name for tool in tools}
-        self._thought_ends = ("</think>", "[/THINK]") if form.bare else ()
+        self._thought_ends = CLOSING_MARKS if form.bare else ()
         stops = [re.escape(mark) for mark in (form.marker, *self._thought_ends)]
         self._stop = re.compile("|".join(stops))
         self._opening = re.compile(

@@ -16,7 +16,7 @@ from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import TENANT, Ticket
 from quickbeam.serve.answers import Streams
-from quickbeam.serve.errors import Refused
+from quickbeam.serve.errors import TOO_LONG, Refused
 from quickbeam.serve.messages import Conversation, TokenizeChat, TokenizeText, text_of
 from quickbeam.serve.prompts import encode_conversation, estimate_conversation, knows_effort
 from quickbeam.serve.runner import Job, Runner
@@ -237,7 +237,8 @@ def _encode_prompts(
 ) -> tuple[list[list[int]], list[int]]:
     """Return each prompt's token ids, and the number of tokens that its answer may have."""
     name, limit = request.length_limit
-    asked = 1 if limit is None else limit
+    least = 1 if limit is None or request.cuts_length else limit
+    asked = f"{least}" if least == limit else f"at least {least}"
     method = request.speculation.method if request.speculation else None
     prompts = list[list[int]]()
     lengths = list[int]()
@@ -246,19 +247,18 @@ def _encode_prompts(
         if not ids:
             raise Refused("an empty prompt: give at least one token", request.prompt_field)
         available = llm.room(len(ids), method)
-        if asked > available:
+        if least > available:
             raise too_long(
                 available + len(ids),
-                f"of which the prompt has {len(ids)} and {name} asks for "
-                f"{'at least 1' if limit is None else limit}: shorten the prompt"
-                f"{' or ask for less' if limit else ''}",
-                name if limit and available > 0 else request.prompt_field,
+                f"of which the prompt has {len(ids)} and {name} asks for {asked}: shorten the "
+                f"prompt{' or ask for less' if least > 1 else ''}",
+                name if least > 1 and available > 0 else request.prompt_field,
             )
-        lengths.append(available if limit is None else limit)
+        lengths.append(available if limit is None else min(limit, available))
     return prompts, lengths
 
 
 def too_long(context: int, why: str, param: str) -> Refused:
     """Return the error for a prompt that is too long for the context."""
     message = f"This model's maximum context length is {context} tokens, {why}"
-    return Refused(message, param, "context_length_exceeded")
+    return Refused(message, param, TOO_LONG)

@@ -13,8 +13,9 @@ from quickbeam.batch.run import CHAT, COMPLETIONS, RESPONSES, Answer, Reply
 from quickbeam.config import ServerOptions
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
-from quickbeam.serve import completions, errors, responses
+from quickbeam.serve import anthropic, completions, errors, responses
 from quickbeam.serve.answers import AnsweredRequest, Json
+from quickbeam.serve.anthropic_request import MessagesRequest
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import ChatRequest, CompletionRequest
 from quickbeam.serve.responses_request import ResponsesRequest
@@ -41,6 +42,7 @@ ENDPOINTS = {
     CHAT: Endpoint(ChatRequest, completions.begin_chat),
     COMPLETIONS: Endpoint(CompletionRequest, completions.begin_text),
     RESPONSES: Endpoint(ResponsesRequest, responses.begin),
+    errors.MESSAGES: Endpoint(MessagesRequest, anthropic.begin),
 }
 
 

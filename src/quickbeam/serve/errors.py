@@ -1,17 +1,21 @@
-"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the form of OpenAI's API, `{"error": {"message", "type", "param", "code"}}`, or, for
+requests to Anthropic's, `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
 
 from __future__ import annotations
 
 import logging
 import reprlib
+import secrets
 import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 
@@ -22,6 +26,20 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+MESSAGES = "/v1/messages"  # Anthropic's path
+ANTHROPIC_VERSION = "anthropic-version"  # a header that clients of Anthropic's API send
+OVERLOADED = 529  # Anthropic's status for what others report as a 503
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    OVERLOADED: "overloaded_error",
+}
+TOO_LONG = "context_length_exceeded"  # the code of a prompt that the context can't hold
 MAX_MESSAGE = 1000  # characters; a part of the request that is quoted may be long
 logger = logging.getLogger(__name__)
 
@@ -39,14 +57,36 @@ class Problem(NamedTuple):
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        message = self.message
-        if len(message) > MAX_MESSAGE:
-            half = MAX_MESSAGE // 2
-            message = f"{message[:half]} … {message[-half:]}"
+        message = _shortened(self.message)
         param = self.param
         if param is not None and len(param) > MAX_MESSAGE:  # a name that the client made up
             param = None
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
+
+    @property
+    def anthropic_status(self) -> int:
+        """The status in Anthropic's API."""
+        return OVERLOADED if self.status == 503 else self.status
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return Anthropic's error object, with a new id."""
+        message = _shortened(self.message)
+        if self.code == TOO_LONG:  # by these words agents see that they have to shorten it
+            message = f"prompt is too long: {message}"
+        return {
+            "type": "error",
+            "error": {
+                "type": ANTHROPIC_TYPES.get(self.anthropic_status, INVALID),
+                "message": message,
+            },
+            "request_id": f"req_{secrets.token_hex(12)}",
+        }
+
+
+def _shortened(message: str) -> str:
+    """Return a message of at most about `MAX_MESSAGE` characters."""
+    half = MAX_MESSAGE // 2
+    return message if len(message) <= MAX_MESSAGE else f"{message[:half]} … {message[-half:]}"
 
 
 # status and headers of refusals, by their code; other refusals have a 400
@@ -98,10 +138,20 @@ def _problem(status: int, message: str, code: str | None, headers: dict[str, str
     return Problem(status, message, TYPES.get(status, INVALID), None, code, headers)
 
 
-def response(error: BaseException) -> JSONResponse:
-    """Return the HTTP response to an error."""
+def response(error: BaseException, request: Scope) -> JSONResponse:
+    """Return the HTTP response to an error, in the form of the API that the request is to."""
     about = problem(error)
-    return JSONResponse(about.body, about.status, headers=about.headers)
+    if not asks_anthropic(request):
+        return JSONResponse(about.body, about.status, headers=about.headers)
+    body = about.anthropic_body()
+    headers = {**about.headers, "request-id": body["request_id"]}
+    return JSONResponse(body, about.anthropic_status, headers=headers)
+
+
+def asks_anthropic(request: Scope) -> bool:
+    """Whether a request is one to Anthropic's API, by its path or a header of its clients."""
+    path = f"{request['path']}/"
+    return path.startswith(f"{MESSAGES}/") or ANTHROPIC_VERSION in Headers(scope=request)
 
 
 def invalid(error: ValidationError, body: Any) -> Refused:

@@ -21,7 +21,7 @@ from quickbeam.serve.schemas import (
     refuse,
     text_part,
 )
-from quickbeam.serve.tool_fields import INPUT, AnyTool, ToolRequest
+from quickbeam.serve.tool_fields import INPUT, AnyTool, OpenAIToolRequest
 
 
 class TextPart(LenientBody):
@@ -158,7 +158,7 @@ class Prediction(Body):
     content: Content
 
 
-class ChatRequest(ToolRequest, Conversation, GenerationRequest):
+class ChatRequest(OpenAIToolRequest, Conversation, GenerationRequest):
     effort_field: ClassVar[str] = "reasoning_effort"
     length_fields: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens")
 

@@ -20,7 +20,7 @@ from quickbeam.serve.schemas import (
     format_grammars,
     refuse,
 )
-from quickbeam.serve.tool_fields import INPUT, ToolRequest, name_shown
+from quickbeam.serve.tool_fields import INPUT, OpenAIToolRequest, name_shown
 
 LOGPROBS = "message.output_text.logprobs"
 # what a response may include; there is no reasoning, so nothing of it is left out
@@ -158,7 +158,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(ToolRequest):
+class ResponsesRequest(OpenAIToolRequest):
     """The body of a request to `/v1/responses`."""
 
     effort_field: ClassVar[str] = "reasoning.effort"

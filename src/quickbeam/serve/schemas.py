@@ -184,6 +184,8 @@ class BaseRequest(Root):
     length_fields: ClassVar[tuple[str, ...]] = ("max_tokens",)
     # the limit where none is given; None: as long as the context allows
     default_length: ClassVar[int | None] = None
+    # whether a limit beyond the context is cut to what fits; otherwise the request is refused
+    cuts_length: ClassVar[bool] = False
 
     stream: bool | None = None
     temperature: float | None = None
@@ -253,7 +255,7 @@ class BaseRequest(Root):
                 f"given with {first.param}, but an answer keeps to one grammar: give one of them",
                 second.param,
             )
-        self.ignore_unless("service_tier", self.service_tier, "auto", "default")
+        self.ignore_unless("service_tier", self.service_tier, "auto", "default", "standard_only")
         self.ignore_unless("moderation", self.moderation)
         return self
 

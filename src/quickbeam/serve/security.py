@@ -20,7 +20,10 @@ from quickbeam.serve.errors import Refused, response
 
 OPEN = ("/", "/health")  # paths that need no key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names of this machine
-NO_KEY = "a key is needed, as Authorization: Bearer KEY, and this one is not known or missing"
+NO_KEY = (
+    "a key is needed, as Authorization: Bearer KEY or x-api-key: KEY, and this one is not known or "
+    "missing"
+)
 # encodings of bodies, and whether they compress
 ENCODINGS = {"": False, "identity": False, "gzip": True, "x-gzip": True, "deflate": True}
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # that change nothing
@@ -48,17 +51,16 @@ class Guard:
             return
         scope = _plain(scope)
         headers = Headers(scope=scope)
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        key_hash = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        key_hash = self._accepted_key(headers)
         encoding = headers.get("content-encoding", "").strip().lower()
         error: Refused | None
         if self._key_hashes:
-            error = self._wrong_key(scope["path"], scheme, key_hash)
+            error = self._wrong_key(scope["path"], key_hash)
         else:
             error = self._foreign_page(headers, scope["method"])
         error = error or self._wrong_body(headers.get("content-length", "0"), encoding)
         if error is not None:
-            await response(error)(scope, receive, send)
+            await response(error, scope)(scope, receive, send)
             return
         client = scope.get("client")
         TENANT.set(key_hash if self._key_hashes else client and client[0])
@@ -68,11 +70,26 @@ class Guard:
             receive = self._decompressed(receive)
         await self._app({**scope, "method": method}, receive, send)
 
-    def _wrong_key(self, path: str, scheme: str, key_hash: bytes) -> Refused | None:
-        """Return the error for a request with a wrong key; None if it is let in."""
-        # all are compared, by hashes of equal length, so that it takes the same time for any
-        equal = [hmac.compare_digest(key_hash, accepted) for accepted in self._key_hashes]
-        if (any(equal) and scheme.lower() == "bearer") or path in self._open:
+    def _accepted_key(self, headers: Headers) -> bytes | None:
+        """Return the hash of the key that lets a request in; None if it has none.
+
+        Clients of OpenAI's API send it as `Authorization`, those of Anthropic's also as
+        `x-api-key`.
+        """
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        keys = [key if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        accepted = None
+        for key in keys:
+            key_hash = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+            # all are compared, by hashes of equal length, so that it takes the same time for any
+            equal = [hmac.compare_digest(key_hash, each) for each in self._key_hashes]
+            if any(equal):
+                accepted = key_hash
+        return accepted
+
+    def _wrong_key(self, path: str, key_hash: bytes | None) -> Refused | None:
+        """Return the error for a request without an accepted key; None if it is let in."""
+        if key_hash is not None or path in self._open:
             return None
         return Refused(NO_KEY, code="invalid_api_key")
 

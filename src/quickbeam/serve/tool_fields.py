@@ -209,7 +209,7 @@ def ignored_tools(tools: Sequence[AnyTool] | None, where: str = "tools") -> Iter
 
 ToolMode = Literal["none", "auto", "required"]
 # fields that hold an answer to a schema, but not the tool calls that may come instead
-ANSWER_FORMATS = ("response_format", "text")
+ANSWER_FORMATS = ("response_format", "text", "output_config")
 
 
 class FunctionName(Body):
@@ -269,49 +269,27 @@ ToolChoice = Annotated[
 
 
 class ToolRequest(BaseRequest):
-    """The fields about tools that chats and the Responses API share."""
+    """What a request asks for in tool calls, in whatever fields its API has for that."""
 
     effort_field: ClassVar[str]  # says how much to reason
-
-    tools: Few[AnyTool] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-
-    @model_validator(mode="after")
-    def _names_tools_left_out(self) -> Self:
-        for note in ignored_tools(self.tools):
-            self.ignore(note)
-        return self
-
-    @property
-    def offered(self) -> dict[str, OfferedTool]:
-        """The tools that a model may call, by the names that it knows."""
-        return {tool.shown.function.name: tool for tool in self._allowed}
+    # fields of a tool, by which errors name them
+    schema_field: ClassVar[str] = "function.parameters"
+    strict_field: ClassVar[str] = "function.strict"
 
     @property
     def shown_tools(self) -> list[Tool]:
         """The tools that a model may call, as it is shown them."""
-        return [tool.shown for tool in self._allowed]
-
-    @property
-    def _allowed(self) -> list[OfferedTool]:
-        offered = offered_tools(self.tools)
-        if not isinstance(self.tool_choice, AllowedTools):
-            return offered
-        names = self.tool_choice.allowed_tools.names
-        return [tool for tool in offered if names & {tool.name, tool.namespace}]
+        raise NotImplementedError
 
     @property
     def choice(self) -> ToolMode | NamedTool | None:
         """The choice among `shown_tools`, by the names that the model knows."""
-        match self.tool_choice:
-            case AllowedTools(allowed_tools=allowed):
-                return allowed.mode
-            case NamedTool(function=named) | NamedCustomTool(custom=named):
-                shown = FunctionName(name=name_shown(named.name, named.namespace))
-                return NamedTool(type="function", function=shown)
-            case mode:
-                return mode
+        raise NotImplementedError
+
+    @property
+    def several_calls(self) -> bool | None:
+        """Whether an answer may hold several calls; None if the request doesn't say."""
+        raise NotImplementedError
 
     def check_tools(self) -> None:
         """Raise a validation error if tools, tool choice and grammars don't fit together."""
@@ -330,3 +308,49 @@ class ToolRequest(BaseRequest):
                 f"in {' or '.join(ANSWER_FORMATS)} instead, or give tool_choice none",
                 grammars[0].param,
             )
+
+
+class OpenAIToolRequest(ToolRequest):
+    """The fields about tools that chats and the Responses API share."""
+
+    tools: Few[AnyTool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_tools_left_out(self) -> Self:
+        for note in ignored_tools(self.tools):
+            self.ignore(note)
+        return self
+
+    @property
+    def offered(self) -> dict[str, OfferedTool]:
+        """The tools that a model may call, by the names that it knows."""
+        return {tool.shown.function.name: tool for tool in self._allowed}
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        return [tool.shown for tool in self._allowed]
+
+    @property
+    def _allowed(self) -> list[OfferedTool]:
+        offered = offered_tools(self.tools)
+        if not isinstance(self.tool_choice, AllowedTools):
+            return offered
+        names = self.tool_choice.allowed_tools.names
+        return [tool for tool in offered if names & {tool.name, tool.namespace}]
+
+    @property
+    def choice(self) -> ToolMode | NamedTool | None:
+        match self.tool_choice:
+            case AllowedTools(allowed_tools=allowed):
+                return allowed.mode
+            case NamedTool(function=named) | NamedCustomTool(custom=named):
+                shown = FunctionName(name=name_shown(named.name, named.namespace))
+                return NamedTool(type="function", function=shown)
+            case mode:
+                return mode
+
+    @property
+    def several_calls(self) -> bool | None:
+        return self.parallel_tool_calls

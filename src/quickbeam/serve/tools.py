@@ -19,6 +19,7 @@ from quickbeam.serve.calls import (
     ToolFormat,
 )
 from quickbeam.serve.errors import Refused
+from quickbeam.serve.thoughts import opens_thought
 from quickbeam.serve.tool_fields import NamedTool, Tool, ToolRequest
 
 # schema of a call's arguments, without free white space, which a weak model could write endlessly
@@ -27,7 +28,6 @@ OBJECT = {
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
 }
 NO_ARGUMENTS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
-MARK_TOKENS = 8  # at the end of a prompt, where the mark of a thought may stand
 # llguidance tells JSON and a call that begin alike apart if both have the same terminals
 JSON_TERMINALS = r'"[^"]*"|[{}\[\]]|[,:] '
 
@@ -215,12 +215,6 @@ class ToolUse(NamedTuple):
 NO_TOOLS = ToolUse()
 
 
-def opens_thought(prompt: Sequence[int], tokenizer: Any) -> bool:
-    """Whether a prompt ends with the mark that begins a thought, so that its answer is one."""
-    end = str(tokenizer.decode(prompt[-MARK_TOKENS:]))
-    return end.rstrip().endswith(("<think>", "[THINK]"))
-
-
 def tool_use(request: ToolRequest, tokenizer: Any) -> ToolUse:
     """Return what a request's fields about tools ask for. Raises `Refused` for what can't be.
 
@@ -239,7 +233,7 @@ def tool_use(request: ToolRequest, tokenizer: Any) -> ToolUse:
     held = list[int]()  # the numbers of the tools whose calls are held to their schemas
     either = False
     if choice in (None, "auto"):
-        several = request.parallel_tool_calls is not False
+        several = request.several_calls is not False
         held = [i for i, tool in enumerate(tools) if tool.function.strict]
         grammars = request.grammars
         if grammars:  # one, which `check_tools` accepts
@@ -251,15 +245,15 @@ def tool_use(request: ToolRequest, tokenizer: Any) -> ToolUse:
         elif held:
             lark = strict_grammar(form, tools, several, tokenizer)
             if lark is None:  # calls keep to schemas only where they are forced
-                ignored = [f"tools[{i}].function.strict" for i in held]
+                ignored = [f"tools[{i}].{request.strict_field}" for i in held]
     else:
         name = choice.function.name if isinstance(choice, NamedTool) else None
         held = [i for i, tool in enumerate(tools) if name in (None, tool.function.name)]
         # Several only if asked for: a model may not know when to end what a grammar lets go on.
-        several = request.parallel_tool_calls is True and choice == "required"
+        several = request.several_calls is True and choice == "required"
         lark = forcing_grammar(form, [tools[i] for i in held], several, tokenizer)
     if lark is not None:
-        schemas |= _argument_schemas(tools, held)
+        schemas |= _argument_schemas(tools, held, request.schema_field)
         for field, schema in schemas.items():
             ignored += [f"{field.partition(' ')[0]} ({note})" for note in schema.left_out]
     return ToolUse(
@@ -274,15 +268,18 @@ def tool_use(request: ToolRequest, tokenizer: Any) -> ToolUse:
     )
 
 
-def _argument_schemas(tools: Sequence[Tool], indices: Sequence[int]) -> dict[str, Grammar]:
+def _argument_schemas(
+    tools: Sequence[Tool], indices: Sequence[int], schema_field: str
+) -> dict[str, Grammar]:
     """Return the schemas of the tools with these numbers, by their fields and the tools' names.
 
-    Raises `Refused` if a strict tool's calls can't be held to all of its schema.
+    `schema_field`: where a tool has its schema. Raises `Refused` if a strict tool's calls can't be
+    held to all of it.
     """
     schemas = dict[str, Grammar]()
     for i in indices:
         function = tools[i].function
-        field = f"tools[{i}].function.parameters"
+        field = f"tools[{i}].{schema_field}"
         schema = arguments_grammar(tools[i])
         schemas[f"{field} ({function.name})"] = schema
         if schema.left_out and function.strict:
