@@ -6,17 +6,19 @@ of `int8` have one scale per output, those of `int4` (0 to 15) a scale and a low
 and group. The sum within a group is exact in float32; those of the groups are scaled and added one
 after the other, by `fused` operations.
 
-For `q4_k`, `q5_k` and `q6_k`, whose groups have whole numbers for scales and share a scale by
-eight, rows share one by eight groups, too.
+For the formats of `ByEight`, whose groups have whole numbers for scales and share a scale by eight,
+rows share one by eight groups, too.
 """
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.native.quantised import GROUP, INT8, NOT_FINITE
+from quickbeam.models.native.library import FORMATS
+from quickbeam.models.native.quantised import GROUP, INT8, NOT_FINITE, BlockRows
 
 LEAST = 2.0**-100  # a group whose largest number is smaller counts as zeros
 LARGEST_HALF = 65504.0
@@ -25,6 +27,30 @@ LEVELS = (8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 15.5, 16.0, 17.0)
 # A tensor: PyTorch computes a number divided by a tensor as the number times the reciprocal, which
 # rounds twice.
 TOP = torch.tensor(127.0)
+
+
+# where halves of float16 numbers stand in a block: scales, which must be finite
+HALVES = {"int4": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2)}
+HALVES |= {"q3_k": (108,), "q6_k": (208,)}
+
+
+def random_blocks(name, rows, inputs, seed=0, factor=1.0):
+    """Blocks of random bits, with scales of many sizes. `factor`: what these are taken times."""
+    of, random = FORMATS[name], np.random.default_rng(seed)
+    data = random.integers(0, 256, (rows * inputs // of.inputs, of.bytes), dtype=np.uint8)
+    scales = random.normal(0, 0.05, (len(data), 2)) * 2.0 ** random.integers(-6, 3, (len(data), 2))
+    scales *= factor
+    halves = scales.astype(np.float16).view(np.uint8)
+    if FORMATS[name].file_type is None:  # of checkpoints
+        data[:, :4] = scales[:, :1].astype(np.float32).view(np.uint8)
+        data[:, 4:][(data[:, 4:] & 127 == 127) & name.startswith("fp8")] = 126  # no NaN
+    elif name == "mxfp4":
+        data[:, 0] = random.integers(110, 125, len(data))
+        data[:3, 0] = 0, 1, 2  # numbers below the smallest normal one
+    else:
+        for i, at in enumerate(HALVES.get(name, (0,))):
+            data[:, at : at + 2] = halves[:, 2 * i : 2 * i + 2]
+    return BlockRows(torch.from_numpy(data.reshape(rows, -1)), name)
 
 
 class Quantised(NamedTuple):
@@ -124,13 +150,20 @@ class ByEight(NamedTuple):
 
     @classmethod
     def of(cls, rows):
-        """Take blocks of `q4_k`, `q5_k` or `q6_k` apart (`BlockRows`)."""
-        name, size = rows.name, {"q4_k": 144, "q5_k": 176, "q6_k": 210}[rows.name]
+        """Take blocks apart (`BlockRows`)."""
+        name, size = rows.name, FORMATS[rows.name].bytes
         data = rows.data.view(len(rows), -1, size)
 
         def half(at):
             return data[..., at : at + 2].contiguous().view(torch.float16)[..., 0].float()
 
+        if name == "q3_k":
+            values = two_bits(data[..., 32:96])
+            values = values | (data[..., :32, None] >> torch.arange(8) & 1).mT.flatten(2) << 2
+            low = torch.cat([data[..., 96:104] & 15, data[..., 96:104] >> 4], -1)
+            high = data[..., 104:108, None] >> torch.arange(0, 8, 2) & 3
+            times = (low | high.mT.flatten(2) << 4).int() - 32
+            return cls(values.unflatten(2, (16, 16)).int() - 4, times, half(108))
         if name == "q6_k":
             low, high = data[..., :128].unflatten(-1, (2, 2, 32)), data[..., 128:192]
             high = high.unflatten(-1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6]).view(4, 1)
@@ -169,6 +202,13 @@ class ByEight(NamedTuple):
                 total = fused(lowest, -self.lowest_by[:, i], total)
             y = fused(total, scales[:, i, None], y)
         return y
+
+
+def two_bits(data):
+    """Return values of 2 bits `[..., 256]` of bytes `[..., 64]`: each half of the bytes holds 128
+    values, the first 32 in its lowest bits."""
+    parts = data.unflatten(-1, (2, 1, 32)) >> torch.arange(0, 8, 2).view(4, 1) & 3
+    return parts.flatten(-3)
 
 
 def fused(a, b, c):
