@@ -31,7 +31,7 @@ TOP = torch.tensor(127.0)
 
 # where halves of float16 numbers stand in a block: scales, which must be finite
 HALVES = {"int4": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2)}
-HALVES |= {"q3_k": (108,), "q6_k": (208,)}
+HALVES |= {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)}
 
 
 def random_blocks(name, rows, inputs, seed=0, factor=1.0):
@@ -157,6 +157,9 @@ class ByEight(NamedTuple):
         def half(at):
             return data[..., at : at + 2].contiguous().view(torch.float16)[..., 0].float()
 
+        if name == "q2_k":
+            values = two_bits(data[..., 16:80]).unflatten(2, (16, 16))
+            return cls(values, data[..., :16] & 15, half(80), data[..., :16] >> 4, half(82))
         if name == "q3_k":
             values = two_bits(data[..., 32:96])
             values = values | (data[..., :32, None] >> torch.arange(8) & 1).mT.flatten(2) << 2

@@ -19,7 +19,7 @@ from quickbeam.models.weights.gguf.file import READ
 NAMES = [name for name, of in FORMATS.items() if of.inputs > 1]
 FILES = [name for name in NAMES if FORMATS[name].file_type is not None]
 kinds = pytest.mark.parametrize("name", NAMES)
-BY_EIGHT = ["q3_k", "q4_k", "q5_k", "q6_k"]  # formats that quantise rows by eight groups
+BY_EIGHT = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]  # formats that quantise rows by eight groups
 
 
 def numbers_of(rows):

@@ -214,7 +214,7 @@ def test_drafts_change_no_answer_of_experts_and_convolutions(architecture, kinds
     drafts_change_no_answer(file, "q8_0")
 
 
-@pytest.mark.parametrize("kind", ["Q3_K"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K"])
 def test_drafts_change_no_answer_of_blocks_of_256_inputs(kind, tmp_path):
     """Of an embedding, attention and experts."""
     stored = gguf.GGMLQuantizationType[kind]

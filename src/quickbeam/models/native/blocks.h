@@ -27,6 +27,7 @@ inline FileBlock file_block(int32_t format) {  // {0, 0} for what no file holds
     case Q5_1: return {32, 24};
     case Q8_0: return {32, 34};
     case MXFP4: return {32, 17};
+    case Q2_K: return {256, 84};
     case Q3_K: return {256, 110};
     case Q4_K: return {256, 144};
     case Q5_K: return {256, 176};
@@ -62,9 +63,15 @@ static void values_of(int32_t format, const uint8_t* block, uint8_t* q) {
     case Q8_0:
       for (int i = 0; i < 32; ++i) q[i] = uint8_t(block[2 + i] ^ 128);
       break;
-    case Q3_K:
-      for (int i = 0; i < 256; ++i) q[i] = uint8_t((block[32 + i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3) | (block[i % 32] >> i / 32 & 1) << 2);
+    case Q2_K:
+    case Q3_K: {
+      const uint8_t* low = block + (format == Q2_K ? 16 : 32);
+      for (int i = 0; i < 256; ++i) {
+        q[i] = low[i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3;
+        if (format == Q3_K) q[i] = uint8_t(q[i] | (block[i % 32] >> i / 32 & 1) << 2);
+      }
       break;
+    }
     case Q4_K:
     case Q5_K: {
       const uint8_t* low = block + (format == Q4_K ? 16 : 48);
@@ -116,6 +123,11 @@ static void put_scales(int32_t format, const uint8_t* block, uint8_t* scales, in
       std::memcpy(super + g / SUPER_GROUPS * 64 + 32 + lane * 2, block + 2, 2);
       break;
     }
+    case SUPER_16:
+      for (int64_t j = 0; j < 16; ++j) scales[(g + j / 2) * 32 + j % 2 * 16 + lane] = block[j];
+      std::memcpy(super + g / SUPER_GROUPS * 64 + lane * 2, block + 80, 2);
+      std::memcpy(super + g / SUPER_GROUPS * 64 + 32 + lane * 2, block + 82, 2);
+      break;
     case ZERO:
     case ZERO_4: scales[(groups + by - 1) / by * 64 + g / by * 16 + lane] = block[4]; [[fallthrough]];
     case FLOAT:
@@ -205,6 +217,7 @@ static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t 
       if (by_eight(of.scales)) by[half] *= lane_of(eight.by);
       if (of.scales == PAIR || zeroed(of.scales)) plus[half] = lane_of(own.plus);
       if (of.scales == SUPER) plus[half] = lane_of(eight.lowest_by) * float(scales[g * 32 + 16 + lane]);
+      if (of.scales == SUPER_16) plus[half] = lane_of(eight.lowest_by) * float(scales[g * 32 + half * 16 + lane] >> 4);
     }
     for (int64_t i = 0; i < std::min(GROUP, inputs - g * GROUP); ++i) {
       const int64_t half = i / 16;
@@ -218,7 +231,7 @@ static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t 
         continue;
       }
       const float value = by[half] * float((of.table ? of.table[q] : q) - of.offset);
-      to[g * GROUP + i] = of.scales == PAIR || of.scales == SUPER ? value + plus[half] : value;
+      to[g * GROUP + i] = of.scales == PAIR || has_whole_lowest(of.scales) ? value + plus[half] : value;
     }
   }
 }

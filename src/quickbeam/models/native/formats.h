@@ -25,17 +25,18 @@ namespace qb {
 // In the order of `library.FORMATS`. INT4 is Q4_1 of GGUF files, and those from Q4_0 to MXFP4 are named as there. The last are of checkpoints:
 // whole numbers of 4 and 8 bits, and float8 numbers (`float8.h`), with a scale for 32 or for 128 inputs.
 enum Format : int32_t {
-  BFLOAT16, INT8, INT4, FLOAT32, Q4_0, Q5_0, Q5_1, Q8_0, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, MXFP4,
+  BFLOAT16, INT8, INT4, FLOAT32, Q4_0, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, MXFP4,
   W4_G32, W4_G128, W8_G32, W8_G128, FP8_G32, FP8_G128
 };
 
 // Scales, and lowest values where there are any. By group but for OUTPUT:
 //   OUTPUT: float [16] for all groups. HALF: half precision [16]. PAIR: half precision [2][16], scales and lowest values. EXPONENT: bytes
 //   [16], each the exponent of a power of two. SUPER: bytes [2][16], behind all of them, for every eight groups, half precision [2][16]: the
-//   products are scales and minus the lowest values. SIGNED_16: signed bytes [2][16], for the first and the second 16 inputs, behind
+//   products are scales and minus the lowest values. SUPER_16: the same for the first and the second 16 inputs of the group, bytes [2][16], each
+//   with a scale in its low half and a lowest value in its high one. SIGNED_16: signed bytes [2][16], for the first and the second 16 inputs, behind
 //   them for every eight groups half precision [16], which they are taken times. ZERO: float [16], and behind all of them bytes [16], zero
 //   points: whole numbers that are taken from values first. FLOAT: float [16], of float8 numbers. ZERO_4, FLOAT_4: for every four groups.
-enum Scales : int32_t { NONE, OUTPUT, HALF, PAIR, EXPONENT, SUPER, SIGNED_16, ZERO, ZERO_4, FLOAT, FLOAT_4 };
+enum Scales : int32_t { NONE, OUTPUT, HALF, PAIR, EXPONENT, SUPER, SUPER_16, SIGNED_16, ZERO, ZERO_4, FLOAT, FLOAT_4 };
 
 struct Layout {
   int32_t bits;
@@ -48,7 +49,7 @@ constexpr uint8_t IQ4_NL_TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141,
 constexpr uint8_t MXFP4_TABLE[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 constexpr Layout LAYOUTS[] = {
     {16, NONE, 0, nullptr},  {8, OUTPUT, 128, nullptr}, {4, PAIR, 0, nullptr},   {32, NONE, 0, nullptr},          {4, HALF, 8, nullptr},
-    {5, HALF, 16, nullptr},  {5, PAIR, 0, nullptr},     {8, HALF, 128, nullptr}, {3, SIGNED_16, 4, nullptr},      {4, SUPER, 0, nullptr},
+    {5, HALF, 16, nullptr},  {5, PAIR, 0, nullptr},     {8, HALF, 128, nullptr}, {2, SUPER_16, 0, nullptr}, {3, SIGNED_16, 4, nullptr},      {4, SUPER, 0, nullptr},
     {5, SUPER, 0, nullptr},  {6, SIGNED_16, 32, nullptr}, {4, HALF, 128, IQ4_NL_TABLE}, {4, EXPONENT, 128, MXFP4_TABLE},
     {4, ZERO, 0, nullptr},   {4, ZERO_4, 0, nullptr},   {8, ZERO, 0, nullptr},   {8, ZERO_4, 0, nullptr},
     {8, FLOAT, 0, nullptr},  {8, FLOAT_4, 0, nullptr}};
@@ -56,8 +57,9 @@ constexpr Layout LAYOUTS[] = {
 constexpr int64_t SUPER_GROUPS = 8;  // that share a scale
 constexpr int64_t shared_by(Scales scales) { return scales == ZERO_4 || scales == FLOAT_4 ? 4 : 1; }
 constexpr bool zeroed(Scales scales) { return scales == ZERO || scales == ZERO_4; }
-constexpr bool by_eight(Scales scales) { return scales == SUPER || scales == SIGNED_16; }
-constexpr int pieces_of(Scales scales) { return scales == SIGNED_16 ? 2 : 1; }  // of a group, with a scale each
+constexpr bool has_whole_lowest(Scales scales) { return scales == SUPER || scales == SUPER_16; }
+constexpr bool by_eight(Scales scales) { return has_whole_lowest(scales) || scales == SIGNED_16; }
+constexpr int pieces_of(Scales scales) { return scales == SUPER_16 || scales == SIGNED_16 ? 2 : 1; }  // of a group, with a scale each
 constexpr bool is_float8(Scales scales) { return scales == FLOAT || scales == FLOAT_4; }
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
@@ -69,7 +71,8 @@ inline int64_t scale_bytes(Scales scales, int64_t groups) {
     case HALF: return groups * 32;
     case PAIR: return groups * 64;
     case EXPONENT: return groups * 16;
-    case SUPER: return groups * 32 + super * 64;
+    case SUPER:
+    case SUPER_16: return groups * 32 + super * 64;
     case SIGNED_16: return groups * 32 + super * 32;
     case ZERO:
     case ZERO_4: return shared * 80;
@@ -100,8 +103,8 @@ struct Scales8 {
   struct {
     Lanes by, plus;  // plus: lowest values of PAIR, zero points of ZERO. By eight whole numbers: by, and plus of a group's second piece
   } of[SUPER_GROUPS];
-  WordPairs lowest[SUPER_GROUPS / 2];  // of SUPER, of two groups each
-  Lanes by, lowest_by;                 // what whole numbers are taken times
+  Lanes by, lowest_by;             // what whole numbers are taken times
+  WordPairs lowest[SUPER_GROUPS];  // two pieces each: of SUPER two groups, of SUPER_16 the two of a group
 };
 
 // Of `count` groups from g on; `scales`: behind the values of a block.
@@ -124,6 +127,16 @@ inline void load_scales(Scales kind, const uint8_t* scales, int64_t groups, int6
       to.by = halves(super), to.lowest_by = sub(zero(), halves(super + 32));
       for (int64_t i = 0; i < SUPER_GROUPS; ++i) to.of[i].by = load_numbers(own + i * 32);
       for (int64_t i = 0; i < SUPER_GROUPS; i += 2) to.lowest[i / 2] = load_word_pairs(own + i * 32 + 16, own + i * 32 + 48);
+      break;
+    case SUPER_16:
+      super += g / SUPER_GROUPS * 64;
+      to.by = halves(super), to.lowest_by = sub(zero(), halves(super + 32));
+      for (int64_t i = 0; i < SUPER_GROUPS; ++i, own += 32) {
+        uint8_t scale[32], lowest[32];
+        for (int64_t k = 0; k < 32; ++k) scale[k] = own[k] & 15, lowest[k] = own[k] >> 4;
+        to.of[i] = {load_numbers(scale), load_numbers(scale + 16)};
+        to.lowest[i] = load_word_pairs(lowest, lowest + 16);
+      }
       break;
     case SIGNED_16:
       to.by = halves(super + g / SUPER_GROUPS * 32);
@@ -160,7 +173,8 @@ template <int BITS, Scales KIND, bool TABLE>
 struct Values {
   static constexpr bool SMALL = BITS <= 4 && !TABLE, TWO = BITS == 5 || BITS == 6;
   static constexpr bool WIDE = BITS == 8 || TABLE;  // up to 255
-  static constexpr bool SCALED = KIND != OUTPUT, ADDS = KIND == PAIR || KIND == ZERO || KIND == SUPER, SCALED_TOTALS = KIND == PAIR;
+  static constexpr bool SCALED = KIND != OUTPUT, LOWEST = has_whole_lowest(KIND);
+  static constexpr bool ADDS = KIND == PAIR || KIND == ZERO || LOWEST, SCALED_TOTALS = KIND == PAIR;
   static constexpr bool BY_EIGHT = by_eight(KIND);
   static constexpr int PIECES = pieces_of(KIND);  // which are summed apart
   static constexpr int LOW = BITS >= 8 ? 8 : BITS >= 4 ? 4 : 2, HIGH = BITS - LOW;  // the parts of values
@@ -228,13 +242,13 @@ struct Values {
     return KIND == PAIR ? fused(scale.plus, all(total), more) : more;
   }
 
-  // A result so far, and what eight groups add whose sums are `eight`. `totals`: of the groups' values.
+  // A result so far, and what eight groups add whose sums are `eight`. `totals`: of the values of their pieces.
   static Lanes plus_eight(const Lanes& f, const Lanes& eight, const Scales8& scale, float row, [[maybe_unused]] const int16_t* totals) {
     Lanes sum = mul(eight, scale.by);
-    if constexpr (KIND == SUPER) {
+    if constexpr (LOWEST) {
       WholeSums lowest;
       start(lowest, 0);
-      for (int64_t i = 0; i < SUPER_GROUPS; i += 2) lowest = dot_words(lowest, scale.lowest[i / 2], totals + i);
+      for (int64_t i = 0; i < SUPER_GROUPS * PIECES; i += 2) lowest = dot_words(lowest, scale.lowest[i / 2], totals + i);
       sum = fused(to_lanes(lowest), scale.lowest_by, sum);
     }
     return fused(sum, all(row), f);
@@ -249,6 +263,7 @@ static void with_values(const Layout& of, F f) {
   else if (zero_point) f(Values<4, ZERO, false>());
   else if (of.scales == OUTPUT) f(Values<8, OUTPUT, false>());
   else if (of.bits == 8) f(Values<8, HALF, false>());
+  else if (of.bits == 2) f(Values<2, SUPER_16, false>());
   else if (of.bits == 3) f(Values<3, SIGNED_16, false>());
   else if (of.bits == 6) f(Values<6, SIGNED_16, false>());
   else if (of.bits == 5 && super) f(Values<5, SUPER, false>());
