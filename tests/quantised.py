@@ -29,6 +29,8 @@ LEVELS = (8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 15.5, 16.0, 17.0)
 TOP = torch.tensor(127.0)
 
 
+# what the values of `iq4_nl` and `iq4_xs` stand for
+IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # where halves of float16 numbers stand in a block: scales, which must be finite
 HALVES = {"int4": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2)}
 HALVES |= {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)}
@@ -157,6 +159,12 @@ class ByEight(NamedTuple):
         def half(at):
             return data[..., at : at + 2].contiguous().view(torch.float16)[..., 0].float()
 
+        if name == "iq4_xs":
+            values = data[..., 8:].unflatten(-1, (8, 16))
+            levels = torch.tensor(IQ4_NL)[torch.cat([values & 15, values >> 4], -1).long()]
+            low = torch.stack([data[..., 4:8] & 15, data[..., 4:8] >> 4], -1).flatten(2)
+            high = (data[..., 2:4, None] >> torch.arange(0, 8, 2) & 3).flatten(2)
+            return cls(levels, (low | high << 4).int() - 32, half(0))
         if name == "q2_k":
             values = two_bits(data[..., 16:80]).unflatten(2, (16, 16))
             return cls(values, data[..., :16] & 15, half(80), data[..., :16] >> 4, half(82))

@@ -19,7 +19,8 @@ from quickbeam.models.weights.gguf.file import READ
 NAMES = [name for name, of in FORMATS.items() if of.inputs > 1]
 FILES = [name for name in NAMES if FORMATS[name].file_type is not None]
 kinds = pytest.mark.parametrize("name", NAMES)
-BY_EIGHT = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]  # formats that quantise rows by eight groups
+# formats that quantise rows by eight groups
+BY_EIGHT = ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"]
 
 
 def numbers_of(rows):
@@ -144,6 +145,9 @@ def test_the_largest_sums_are_exact(isa, name):
             raw[:, 4:] = 126
     if name == "mxfp4":
         raw[:, 0] = 127
+    if name == "iq4_xs":
+        raw[::2], raw[:, 2:8] = 0, 0  # the lowest level, scales of -32
+        raw[:, :2] = torch.tensor([0, 60], dtype=torch.uint8)
     if name == "q3_k":
         raw[::2, :96], raw[:, 96:108] = 0, 0  # values and scales both negative
     if name == "q6_k":

@@ -214,7 +214,7 @@ def test_drafts_change_no_answer_of_experts_and_convolutions(architecture, kinds
     drafts_change_no_answer(file, "q8_0")
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_XS"])
 def test_drafts_change_no_answer_of_blocks_of_256_inputs(kind, tmp_path):
     """Of an embedding, attention and experts."""
     stored = gguf.GGMLQuantizationType[kind]
@@ -312,7 +312,11 @@ def test_what_is_not_known_is_named(tmp_path):
     at = data.index(b"blk.0.attn_k.weight") + len(b"blk.0.attn_k.weight") + 4 + 16
     data[at : at + 4] = struct.pack("<I", 21)
     file.write_bytes(data)
-    refuses(r"blk\.0\.attn_k\.weight is stored as IQ3_S.*read are .*Q3_K.*Q4_K_M", LLM, str(file))
+    refuses(
+        r"blk\.0\.attn_k\.weight is stored as IQ3_S, .*read are .*Q3_K.*such as Q4_K_M",
+        LLM,
+        str(file),
+    )
     writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
     metadata(writer, model_of("llama"))
     writer.add_float32("llama.attention.new_factor", 2.0)

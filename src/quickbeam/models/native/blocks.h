@@ -27,6 +27,7 @@ inline FileBlock file_block(int32_t format) {  // {0, 0} for what no file holds
     case Q5_1: return {32, 24};
     case Q8_0: return {32, 34};
     case MXFP4: return {32, 17};
+    case IQ4_XS: return {256, 136};
     case Q2_K: return {256, 84};
     case Q3_K: return {256, 110};
     case Q4_K: return {256, 144};
@@ -52,6 +53,9 @@ static void values_of(int32_t format, const uint8_t* block, uint8_t* q) {
     case Q4_0:
     case IQ4_NL: halves(block + 2, 16); break;
     case INT4: halves(block + 4, 16); break;
+    case IQ4_XS:
+      for (int i = 0; i < 256; i += 32, q += 32) halves(block + 8 + i / 2, 16);
+      break;
     case MXFP4: halves(block + 1, 16); break;
     case Q5_0:
     case Q5_1:
@@ -132,6 +136,13 @@ static void put_scales(int32_t format, const uint8_t* block, uint8_t* scales, in
     case ZERO_4: scales[(groups + by - 1) / by * 64 + g / by * 16 + lane] = block[4]; [[fallthrough]];
     case FLOAT:
     case FLOAT_4: std::memcpy(scales + g / by * 64 + lane * 4, block, 4); break;
+    case SIGNED:  // 6 bits, less 32
+      for (int64_t j = 0; j < 8; ++j) {
+        const int low = block[4 + j / 2] >> j % 2 * 4 & 15, high = block[2 + j / 4] >> j % 4 * 2 & 3;
+        scales[(g + j) * 16 + lane] = uint8_t((low | high << 4) - 32);
+      }
+      std::memcpy(scales + groups * 16 + g / SUPER_GROUPS * 32 + lane * 2, block, 2);
+      break;
     default: {  // SIGNED_16
       const uint8_t* s = block + (format == Q3_K ? 96 : 192);
       for (int64_t j = 0; j < 16; ++j) {  // of Q3_K 6 bits, less 32

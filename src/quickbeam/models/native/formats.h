@@ -25,18 +25,19 @@ namespace qb {
 // In the order of `library.FORMATS`. INT4 is Q4_1 of GGUF files, and those from Q4_0 to MXFP4 are named as there. The last are of checkpoints:
 // whole numbers of 4 and 8 bits, and float8 numbers (`float8.h`), with a scale for 32 or for 128 inputs.
 enum Format : int32_t {
-  BFLOAT16, INT8, INT4, FLOAT32, Q4_0, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, MXFP4,
+  BFLOAT16, INT8, INT4, FLOAT32, Q4_0, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
   W4_G32, W4_G128, W8_G32, W8_G128, FP8_G32, FP8_G128
 };
 
 // Scales, and lowest values where there are any. By group but for OUTPUT:
 //   OUTPUT: float [16] for all groups. HALF: half precision [16]. PAIR: half precision [2][16], scales and lowest values. EXPONENT: bytes
-//   [16], each the exponent of a power of two. SUPER: bytes [2][16], behind all of them, for every eight groups, half precision [2][16]: the
-//   products are scales and minus the lowest values. SUPER_16: the same for the first and the second 16 inputs of the group, bytes [2][16], each
-//   with a scale in its low half and a lowest value in its high one. SIGNED_16: signed bytes [2][16], for the first and the second 16 inputs, behind
-//   them for every eight groups half precision [16], which they are taken times. ZERO: float [16], and behind all of them bytes [16], zero
-//   points: whole numbers that are taken from values first. FLOAT: float [16], of float8 numbers. ZERO_4, FLOAT_4: for every four groups.
-enum Scales : int32_t { NONE, OUTPUT, HALF, PAIR, EXPONENT, SUPER, SUPER_16, SIGNED_16, ZERO, ZERO_4, FLOAT, FLOAT_4 };
+//   [16], each the exponent of a power of two. ZERO: float [16], and behind all of them bytes [16], zero points: whole numbers that are taken
+//   from values first. FLOAT: float [16], of float8 numbers. ZERO_4, FLOAT_4: for every four groups.
+// By eight groups: whole numbers, behind all of them half precision numbers for every eight groups, which they are taken times. A name in _16
+// has them for the first and for the second 16 inputs of the group.
+//   SUPER: bytes [2][16], scales and minus the lowest values, half precision [2][16]. SUPER_16: bytes [2][16], each a scale (low half) and a
+//   lowest value (high half). SIGNED: signed bytes [16], half precision [16]. SIGNED_16: signed bytes [2][16].
+enum Scales : int32_t { NONE, OUTPUT, HALF, PAIR, EXPONENT, SUPER, SUPER_16, SIGNED, SIGNED_16, ZERO, ZERO_4, FLOAT, FLOAT_4 };
 
 struct Layout {
   int32_t bits;
@@ -48,17 +49,21 @@ struct Layout {
 constexpr uint8_t IQ4_NL_TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 constexpr uint8_t MXFP4_TABLE[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 constexpr Layout LAYOUTS[] = {
-    {16, NONE, 0, nullptr},  {8, OUTPUT, 128, nullptr}, {4, PAIR, 0, nullptr},   {32, NONE, 0, nullptr},          {4, HALF, 8, nullptr},
-    {5, HALF, 16, nullptr},  {5, PAIR, 0, nullptr},     {8, HALF, 128, nullptr}, {2, SUPER_16, 0, nullptr}, {3, SIGNED_16, 4, nullptr},      {4, SUPER, 0, nullptr},
-    {5, SUPER, 0, nullptr},  {6, SIGNED_16, 32, nullptr}, {4, HALF, 128, IQ4_NL_TABLE}, {4, EXPONENT, 128, MXFP4_TABLE},
-    {4, ZERO, 0, nullptr},   {4, ZERO_4, 0, nullptr},   {8, ZERO, 0, nullptr},   {8, ZERO_4, 0, nullptr},
-    {8, FLOAT, 0, nullptr},  {8, FLOAT_4, 0, nullptr}};
+    {16, NONE, 0, nullptr}, {8, OUTPUT, 128, nullptr}, {4, PAIR, 0, nullptr}, {32, NONE, 0, nullptr},
+    // from Q4_0 on
+    {4, HALF, 8, nullptr}, {5, HALF, 16, nullptr}, {5, PAIR, 0, nullptr}, {8, HALF, 128, nullptr},
+    // from Q2_K on
+    {2, SUPER_16, 0, nullptr}, {3, SIGNED_16, 4, nullptr}, {4, SUPER, 0, nullptr}, {5, SUPER, 0, nullptr}, {6, SIGNED_16, 32, nullptr},
+    // from IQ4_NL on
+    {4, HALF, 128, IQ4_NL_TABLE}, {4, SIGNED, 128, IQ4_NL_TABLE}, {4, EXPONENT, 128, MXFP4_TABLE},
+    // of checkpoints
+    {4, ZERO, 0, nullptr}, {4, ZERO_4, 0, nullptr}, {8, ZERO, 0, nullptr}, {8, ZERO_4, 0, nullptr}, {8, FLOAT, 0, nullptr}, {8, FLOAT_4, 0, nullptr}};
 
 constexpr int64_t SUPER_GROUPS = 8;  // that share a scale
 constexpr int64_t shared_by(Scales scales) { return scales == ZERO_4 || scales == FLOAT_4 ? 4 : 1; }
 constexpr bool zeroed(Scales scales) { return scales == ZERO || scales == ZERO_4; }
 constexpr bool has_whole_lowest(Scales scales) { return scales == SUPER || scales == SUPER_16; }
-constexpr bool by_eight(Scales scales) { return has_whole_lowest(scales) || scales == SIGNED_16; }
+constexpr bool by_eight(Scales scales) { return has_whole_lowest(scales) || scales == SIGNED || scales == SIGNED_16; }
 constexpr int pieces_of(Scales scales) { return scales == SUPER_16 || scales == SIGNED_16 ? 2 : 1; }  // of a group, with a scale each
 constexpr bool is_float8(Scales scales) { return scales == FLOAT || scales == FLOAT_4; }
 
@@ -73,6 +78,7 @@ inline int64_t scale_bytes(Scales scales, int64_t groups) {
     case EXPONENT: return groups * 16;
     case SUPER:
     case SUPER_16: return groups * 32 + super * 64;
+    case SIGNED: return groups * 16 + super * 32;
     case SIGNED_16: return groups * 32 + super * 32;
     case ZERO:
     case ZERO_4: return shared * 80;
@@ -137,6 +143,10 @@ inline void load_scales(Scales kind, const uint8_t* scales, int64_t groups, int6
         to.of[i] = {load_numbers(scale), load_numbers(scale + 16)};
         to.lowest[i] = load_word_pairs(lowest, lowest + 16);
       }
+      break;
+    case SIGNED:
+      to.by = halves(scales + groups * 16 + g / SUPER_GROUPS * 32);
+      for (int64_t i = 0; i < SUPER_GROUPS; ++i) to.of[i].by = load_numbers(reinterpret_cast<const int8_t*>(scales + (g + i) * 16));
       break;
     case SIGNED_16:
       to.by = halves(super + g / SUPER_GROUPS * 32);
@@ -270,6 +280,7 @@ static void with_values(const Layout& of, F f) {
   else if (super) f(Values<4, SUPER, false>());
   else if (of.bits == 5 && lowest) f(Values<5, PAIR, false>());
   else if (of.bits == 5) f(Values<5, HALF, false>());
+  else if (of.scales == SIGNED) f(Values<4, SIGNED, true>());
   else if (of.table) f(Values<4, HALF, true>());
   else if (lowest) f(Values<4, PAIR, false>());
   else f(Values<4, HALF, false>());

@@ -74,14 +74,15 @@ FORMATS: dict[str, Format] = {  # by name
     "q5_k": Format(11, 256, 176, 13),
     "q6_k": Format(12, 256, 210, 14),
     "iq4_nl": Format(13, 32, 18, 20),
-    "mxfp4": Format(14, 32, 17, 39),
+    "iq4_xs": Format(14, 256, 136, 23),
+    "mxfp4": Format(15, 32, 17, 39),
     # of AWQ, GPTQ and compressed-tensors
-    "w4g32": Format(15, 32, 21),
-    "w4g128": Format(16, 128, 69),
-    "w8g32": Format(17, 32, 37),
-    "w8g128": Format(18, 128, 133),
-    "fp8g32": Format(19, 32, 36),
-    "fp8g128": Format(20, 128, 132),
+    "w4g32": Format(16, 32, 21),
+    "w4g128": Format(17, 128, 69),
+    "w8g32": Format(18, 32, 37),
+    "w8g128": Format(19, 128, 133),
+    "fp8g32": Format(20, 32, 36),
+    "fp8g128": Format(21, 128, 132),
 }
 
 
