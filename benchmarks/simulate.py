@@ -8,8 +8,9 @@ A load of B sequences takes the entry of a trace (`traces.py`), or plain decodin
 tokens a second, B * tokens / (pass of B * rows + calls + host). A pass takes the longer of its
 arithmetic and of reading its bytes (weights, experts that its rows wake, keys and values), at the
 shares of a data sheet's figures in REACHED. `8x60` is 8 cores like those that PER_CORE was measured
-on, with 60 GB/s between them, both as passes reach them. `here` takes passes and calls as this machine's budget
-measured them, and the rest of a step from the run; its table has what decoding gave beside it.
+on, with 60 GB/s between them, both as passes reach them. `here` takes passes and calls as this
+machine's budget measured them, and the rest of a step from the run; its table has what decoding
+gave beside it.
 """
 
 from __future__ import annotations

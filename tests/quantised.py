@@ -7,7 +7,8 @@ and group. The sum within a group is exact in float32; those of the groups are s
 after the other, by `fused` operations.
 
 For the formats of `ByEight`, whose groups have whole numbers for scales and share a scale by eight,
-rows share one by eight groups, too.
+rows share one by eight groups, too. There a small group's numbers are finer by a power of two, and
+totals are counted in 16 of the finest steps.
 """
 
 from typing import NamedTuple
@@ -69,9 +70,9 @@ class Quantised(NamedTuple):
         return (weights if self.lows is None else weights + self.lows.float()[..., None]).flatten(1)
 
 
-def in_groups(x, size=GROUP):
-    """Return `[n, inputs]` in groups, `[n, groups, size]` float32, padded with zeros."""
-    return F.pad(x.float(), (0, -x.shape[1] % size)).view(len(x), -1, size)
+def in_groups(x):
+    """Return `[n, inputs]` in groups, `[n, groups, 32]` float32, padded with zeros."""
+    return F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
 
 
 def quantise(weight, name):
@@ -123,16 +124,47 @@ def _half(x):
     return x.clamp(-LARGEST_HALF, LARGEST_HALF).half()
 
 
-def quantise_rows(x, size=GROUP):
-    """Return the whole numbers `[n, groups, size]` and scales `[n, groups]` of rows `[n, inputs]`.
-    A group with a number that is not finite has the scale NaN."""
-    groups = in_groups(x.to(torch.bfloat16), size)
+def quantise_rows(x):
+    """Return the whole numbers `[n, groups, 32]` and scales `[n, groups]` of rows `[n, inputs]`. A
+    group with a number that is not finite has the scale NaN."""
+    groups = in_groups(x.to(torch.bfloat16))
     top = groups.abs().amax(2)
     finite = top.isfinite()
     used = finite & (top >= LEAST)
     top = torch.where(used, top, 1)
     values = torch.where(used[..., None], groups * (TOP / top)[..., None], 0).round()
     return values, torch.where(used, top / 127, torch.where(finite, 0, torch.nan))
+
+
+class RowsByEight(NamedTuple):
+    """Rows `[n, inputs]` that are quantised by eight groups.
+
+    - `values`: `[n, eights, 8, 32]` whole numbers.
+    - `raised`: `[n, eights, 8]`, what sums of a group's values are taken times.
+    - `scales`: `[n, eights]`; NaN where a number is not finite.
+    """
+
+    values: torch.Tensor
+    raised: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def of(cls, x):
+        groups = in_groups(x.to(torch.bfloat16)).unflatten(1, (-1, 8))
+        sizes = groups.abs().amax(3)
+        top = sizes.amax(2)
+        finite = top.isfinite()
+        used = finite & (top >= LEAST)
+        top = torch.where(used, top, 1)
+        finer = sum((sizes * 2.0**k <= top[..., None]).float() for k in range(1, 8))
+        by = (TOP / top)[..., None] * 2**finer
+        values = torch.where(used[..., None, None], groups * by[..., None], 0).round()
+        scales = torch.where(used, top / 127, torch.where(finite, 0, torch.nan)) / 128
+        return cls(values, 2 ** (7 - finer), scales)
+
+    @property
+    def dense(self):
+        return (self.values * (self.raised * self.scales[..., None])[..., None]).flatten(1)
 
 
 class ByEight(NamedTuple):
@@ -199,19 +231,23 @@ class ByEight(NamedTuple):
 
     def product(self, x):
         """Multiply rows `[n, inputs]`. Returns `[n, outputs]` float32."""
-        rows, scales = quantise_rows(x, 256)
+        rows = RowsByEight.of(x)
         y = x.new_zeros(len(x), len(self.values), dtype=torch.float32)
-        for i in range(rows.shape[1]):
-            parts = rows[:, i].unflatten(1, self.values.shape[2:])
+        pieces = self.values.shape[2] // 8
+        for i in range(rows.values.shape[1]):
+            parts = rows.values[:, i].unflatten(2, (pieces, -1)).flatten(1, 2)
             total = torch.zeros_like(y)
-            for k in range(parts.shape[1]):
+            for k in range(8 * pieces):
                 sums = parts[:, k] @ self.values[:, i, k].float().T
-                total = fused(sums, self.times[:, i, k].float(), total)
+                raised = rows.raised[:, i, k // pieces, None]
+                total = fused(sums * raised, self.times[:, i, k].float(), total)
             total = total * self.by[:, i]
             if self.lowest is not None:
-                lowest = parts.sum(2) @ self.lowest[:, i].float().T
-                total = fused(lowest, -self.lowest_by[:, i], total)
-            y = fused(total, scales[:, i, None], y)
+                raised = rows.raised[:, i].repeat_interleave(pieces, 1)
+                counted = (parts.sum(2) * raised / 16).round()
+                lowest = counted @ self.lowest[:, i].float().T
+                total = fused(lowest, -16 * self.lowest_by[:, i], total)
+            y = fused(total, rows.scales[:, i, None], y)
         return y
 
 

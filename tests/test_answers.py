@@ -45,6 +45,8 @@ def test_finds_what_a_plain_reading_finds():
         suffix = [rng.randrange(3) for _ in range(rng.randrange(GRAM, AGREED))]
         length, rest = plainly(texts, suffix)
         match = known.match(suffix)
+        drafted = rng.randrange(len(suffix))
+        assert known.match(suffix[:drafted], suffix[drafted:]) == match
         assert (match.length if match else 0) == length
         if match is not None:
             assert known.continuation(match, 100) == rest

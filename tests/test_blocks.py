@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import best_set, every_set, load, plain_rows
-from quantised import HALVES, ByEight, quantise_rows, random_blocks
+from quantised import HALVES, ByEight, RowsByEight, quantise_rows, random_blocks
 from quickbeam.models.native import library
 from quickbeam.models.native.library import FORMATS
 from quickbeam.models.native.operands import RowList
@@ -96,8 +96,10 @@ def test_products_are_near_and_the_same_at_every_width_and_set(isa, name):
     rows, x = random_blocks(name, 217, 512), numbers(33, 512)
     packed = Packed(load(isa), [rows], name=name)
     wide = run(isa, packed, 217, x)
-    values, scales = quantise_rows(x, 256 if name in BY_EIGHT else 32)
+    values, scales = quantise_rows(x)
     read = (values.double() * scales.double()[..., None]).flatten(1)
+    if name in BY_EIGHT:
+        read = RowsByEight.of(x).dense.double()
     if name.startswith("fp8"):  # which reads rows as they are
         read = x.double()
     wanted = read @ by_package(rows).double().T
@@ -112,21 +114,22 @@ def test_products_are_near_and_the_same_at_every_width_and_set(isa, name):
 
 @every_set
 @pytest.mark.parametrize("name", BY_EIGHT)
-def test_scales_of_eight_groups_bit_for_bit(isa, name):
-    """The reference with scales by 32 inputs, and with half the lowest values, is another."""
+def test_rows_by_eight_groups_bit_for_bit(isa, name):
+    """Groups of all sizes, and other lowest values and no finer groups, which must be seen."""
     rows, x = random_blocks(name, 50, 768, seed=4), numbers(11, 768, seed=5)
+    for group in range(24):
+        x[:, 32 * group : 32 * group + 32] *= 2.0 ** -((5 * group) % 11)
+    x[2, 256:512], x[5, 300] = 0, torch.inf
     weight, y = ByEight.of(rows), run(isa, Packed(load(isa), [rows], name=name), 50, x)
     assert torch.equal(weight.dense, by_package(rows))
-    assert torch.equal(y, weight.product(x))
-    x[3, 300] = torch.inf
-    again = run(isa, Packed(load(isa), [rows], name=name), 50, x)
-    assert again[3].isnan().all() and torch.equal(again[:3], y[:3])
+    assert y[5].isnan().all()
+    assert torch.equal(y[:5], weight.product(x)[:5]) and torch.equal(y[6:], weight.product(x)[6:])
     if weight.lowest is not None:
-        other = weight._replace(lowest_by=weight.lowest_by / 2)
-        assert not torch.equal(again[4:], other.product(x)[4:])
-    finer, scales = quantise_rows(x, 32)
-    read = (finer * scales[..., None]).flatten(1)
-    assert not torch.allclose(again[4:], (read @ weight.dense.T)[4:], rtol=1e-4, atol=1e-4)
+        other = weight._replace(lowest_by=weight.lowest_by * 1.001)
+        assert not torch.equal(y[:5], other.product(x)[:5])
+    read = RowsByEight.of(x)
+    assert set(read.raised[0].unique().tolist()) == {2.0**k for k in range(8)}
+    assert (read.dense[0] - x[0].float()).abs().max() <= x[0].float().abs().max() / 253
 
 
 @every_set

@@ -79,8 +79,9 @@ def test_a_machine_that_is_busy_at_first_is_measured_while_it_is_not(monkeypatch
 
 @pytest.mark.parametrize("wrong", [0.03, 1.0, 30.0])
 def test_passes_that_were_measured_wrong_are_followed(wrong):
-    rng, true = random.Random(3), CostModel({1: 1.0, 8: 2.0, 32: 6.0})
-    cost = CostModel({n: wrong * at for n, at in true.passes.items()})
+    passes = {1: 1.0, 8: 2.0, 32: 6.0}
+    rng, true = random.Random(3), CostModel(passes)
+    cost = CostModel({n: wrong * at for n, at in passes.items()})
     for _ in range(100):
         rows = rng.choice([1, 4, 8, 12])
         cost.observe_pass(rows, true.of_pass(rows) * rng.uniform(0.9, 1.1))
@@ -90,8 +91,9 @@ def test_passes_that_were_measured_wrong_are_followed(wrong):
 
 @pytest.mark.parametrize("wrong", [0.03, 1.0, 30.0])
 def test_what_a_text_adds_to_a_pass_is_followed(wrong):
-    rng, true = random.Random(3), CostModel({1: 1.0, 8: 2.0, 32: 6.0}, {1: 0.001, 32: 0.003})
-    cost = CostModel(true.passes, {n: wrong * at for n, at in true.per_token.items()})
+    passes, per_token = {1: 1.0, 8: 2.0, 32: 6.0}, {1: 0.001, 32: 0.003}
+    rng, true = random.Random(3), CostModel(passes, per_token)
+    cost = CostModel(passes, {n: wrong * at for n, at in per_token.items()})
 
     def seconds(model, rows, context):
         return model.of_pass(rows) + model.of_context(rows, context)

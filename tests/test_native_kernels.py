@@ -205,7 +205,7 @@ def test_the_best_of_all_threads_is_the_first(isa, count, threads):
 
 
 @best_set
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, 3, 16])
 def test_threads_that_take_from_one_another_do_each_piece_once(isa, count, threads):
     kernels, x = load(isa), torch.ones(1, 32, dtype=torch.bfloat16)
     packed, program = (

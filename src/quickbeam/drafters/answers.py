@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quickbeam.drafters.base import Context, Source
-from quickbeam.drafters.texts import AGREED, Match
+from quickbeam.drafters.texts import Match
 
 
 class Answers(Source):
@@ -17,4 +17,4 @@ class Answers(Source):
         """Return the best match of the text so far, continued by `path`; None without one."""
         if context.texts is None:
             return None
-        return context.texts.match([*context.ids[-AGREED:], *path][-AGREED:])
+        return context.texts.match(context.ids, path)

@@ -88,14 +88,18 @@ class Texts:
         """Return all texts, the oldest first, as they are stored."""
         return np.roll(self._ring, -self._end)
 
-    def match(self, suffix: Sequence[int]) -> Match | None:
-        """Return the occurrence of the end of `suffix` that agrees with the most tokens of it.
+    def match(self, text: Sequence[int], path: Sequence[int] = ()) -> Match | None:
+        """Return the occurrence of the end of `text` and `path` that agrees with the most of them.
 
-        `position` is that of the token that followed. Among equals the newest is taken. None where
-        fewer than `GRAM` tokens agree.
+        `path`: drafted tokens that continue the text. `position` is that of the token that
+        followed. Among equals the newest is taken. None where fewer than `GRAM` tokens agree.
         """
+        positions = self._positions([*text[-GRAM:], *path][-GRAM:])
+        if not positions:
+            return None
+        suffix = [*text[-AGREED:], *path][-AGREED:]
         best: Match | None = None
-        for position in self._positions(suffix[-GRAM:]):
+        for position in positions:
             before = self._ring[max(0, position - len(suffix)) : position].tolist()
             length = 0
             for theirs, ours in zip(reversed(before), reversed(suffix), strict=False):
@@ -142,10 +146,10 @@ class Texts:
         total = 0  # as in `_slots`, without the arrays: every step looks up a few
         for token in gram:
             total = (total + token) * FACTOR & MASK
-        position = int(self._newest[total >> (64 - self._bits)])
+        position = self._newest.item(total >> (64 - self._bits))
         while position and len(positions) < SCAN:
             positions.append(position - 1)
-            position = int(self._older[position - 1])
+            position = self._older.item(position - 1)
         return positions
 
     def _slots(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -85,6 +85,7 @@ class MeasuredBudget:
     def __init__(self, cost: CostModel, limit: int = MAX_NODES) -> None:
         self.cost = cost
         self.limit = limit
+        self._widths = [width for width in WIDTHS if width <= limit]
         # by setting and load, then by kind
         self._speeds_by_load: dict[tuple[Hashable, int], dict[str, Speed]] = {}
         # by setting: for how many of its steps no drafter was asked
@@ -167,12 +168,8 @@ class MeasuredBudget:
         if explore:
             return [0.0] * min(self.limit, self.EXPLORED_NODES)
         if self._node_costs is None:
-            cost = self.cost
-            widths = [width for width in WIDTHS if width <= self.limit]
-            seconds = [
-                cost.of_pass(self._other_rows + width) + cost.of_context(width, self._context)
-                for width in widths
-            ]
+            widths = self._widths
+            seconds = self.cost.of_trees(widths, self._other_rows, self._context)
             slopes = convex_slopes(widths, seconds)
             self._node_costs = [self.rate * slope for slope in slopes]
         return self._node_costs
@@ -184,17 +181,21 @@ class MeasuredBudget:
         of infinite gain are always in it.
         """
         largest_first = sorted(range(len(gains)), key=lambda i: -gains[i])
-        forced = sum(map(math.isinf, gains))
-
-        def profit(count: int) -> float:
-            if not count:
-                return 0.0
-            tokens = sum(gains[i] for i in largest_first[forced:count])
-            return tokens - self.rate * self.cost.of_call(drafter, count)
-
-        best_count = max(range(forced, len(gains) + 1), key=profit)
+        best_count = sum(map(math.isinf, gains))
+        most = -self._call_cost(drafter, best_count)  # tokens that the best choice gains
+        tokens = 0.0
+        for count in range(best_count + 1, len(gains) + 1):
+            tokens += gains[largest_first[count - 1]]
+            profit = tokens - self._call_cost(drafter, count)
+            if profit > most:
+                most = profit
+                best_count = count
         asked = set(largest_first[:best_count])
         return [i in asked for i in range(len(gains))]
+
+    def _call_cost(self, drafter: Hashable, sequences: int) -> float:
+        """Return what a call for so many sequences costs, in tokens."""
+        return self.rate * self.cost.of_call(drafter, sequences) if sequences else 0.0
 
     def observe(self, tokens: int, seconds: float, reading: float, asked: bool) -> None:
         """Close a step. It emitted `tokens` in all and took `seconds`.
@@ -222,10 +223,20 @@ def convex_slopes(widths: Sequence[int], seconds: Sequence[float]) -> list[float
     (a kernel's tiles), a step is spread over its nodes: these are the slopes of the times' lower
     convex hull. Entry n belongs to a tree of n nodes.
     """
+    corners = [0]  # of the hull so far: indices, and the slopes that lead to them
+    slopes_to = [0.0]
+    for i in range(1, len(widths)):
+        while True:
+            corner = corners[-1]
+            slope = (seconds[i] - seconds[corner]) / (widths[i] - widths[corner])
+            if corner == 0 or slope > slopes_to[-1]:
+                break
+            corners.pop()
+            slopes_to.pop()
+        corners.append(i)
+        slopes_to.append(slope)
     slopes = [0.0] * widths[0]
-    for i, width in enumerate(widths[:-1]):
-        wider = range(i + 1, len(widths))
-        to_wider = [(seconds[j] - seconds[i]) / (widths[j] - width) for j in wider]
-        slope = max(slopes[-1], min(to_wider))
-        slopes += [slope] * (widths[i + 1] - width)
+    for i in range(1, len(corners)):
+        nodes = widths[corners[i]] - widths[corners[i - 1]]
+        slopes += [max(0.0, slopes_to[i])] * nodes
     return slopes

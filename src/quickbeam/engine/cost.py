@@ -4,8 +4,33 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+
+
+class Table:
+    """Seconds by size: between its `sizes` in line, beyond the last in proportion."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        self.sizes = sorted(seconds)
+        self.seconds = [seconds[size] for size in self.sizes]
+
+    def near(self, size: int) -> tuple[int, float]:
+        """Return where in `sizes` the next size is, and how far `size` lies from the one before it.
+
+        The distance is 1 at the next size itself, and before the first and beyond the last size.
+        """
+        sizes = self.sizes
+        i = bisect_left(sizes, size)
+        if i == 0 or i == len(sizes):
+            return max(0, i - 1), 1.0
+        low = sizes[i - 1]
+        return i, (size - low) / (sizes[i] - low)
+
+    def at(self, size: int) -> float:
+        i, part = self.near(size)
+        if part == 1:
+            return self.seconds[i] * max(1.0, size / self.sizes[i])
+        return self.seconds[i - 1] * (1 - part) + self.seconds[i] * part
 
 
 class CostModel:
@@ -28,23 +53,34 @@ class CostModel:
     READ = 0.1  # share of a call that reading a token takes, about
     FURTHER_CALL = 0.15  # share of a call that each further sequence adds before that was seen
 
-    def __init__(self, passes: dict[int, float], per_token: dict[int, float] | None = None) -> None:
+    def __init__(
+        self, passes: Mapping[int, float], per_token: Mapping[int, float] | None = None
+    ) -> None:
         if not passes:
             raise ValueError("no cost was measured")
-        per_token = per_token or {1: 0.0}
-        self.passes = {rows: passes[rows] for rows in sorted(passes)}
-        self.per_token = {nodes: per_token[nodes] for nodes in sorted(per_token)}
+        self._passes = Table(passes)
+        self._per_token = Table(per_token or {1: 0.0})
         # by size, how many passes of about as many rows there were: a fading count
-        self._seen = dict.fromkeys(self.passes, 1 / self.FADE)
+        self._seen = [1 / self.FADE] * len(passes)
         self._calls: dict[Hashable, dict[int, float]] = {}  # by drafter and number of sequences
 
     def of_pass(self, rows: int) -> float:
         """Return the expected seconds of a pass of `rows` rows with nothing before its trees."""
-        return _interpolate(self.passes, rows)
+        return self._passes.at(rows)
 
     def of_context(self, nodes: int, tokens: int) -> float:
         """Return the seconds that `tokens` tokens before a tree of `nodes` nodes add to a pass."""
-        return tokens * _interpolate(self.per_token, nodes)
+        return tokens * self._per_token.at(nodes)
+
+    def of_trees(self, nodes: Sequence[int], other_rows: int, tokens: int) -> list[float]:
+        """Return the expected seconds of passes with a tree, for each of its numbers of nodes.
+
+        `other_rows`: how many other rows each pass has. `tokens`: how many tokens are before the
+        tree.
+        """
+        pass_seconds = self._passes.at
+        per_token = self._per_token.at
+        return [pass_seconds(other_rows + count) + tokens * per_token(count) for count in nodes]
 
     def of_call(self, drafter: Hashable, sequences: int = 1) -> float:
         """Return the expected seconds of a call for so many sequences.
@@ -52,6 +88,8 @@ class CostModel:
         Where no call for this number was timed, the time follows from that for the nearest number.
         """
         times = self._calls.get(drafter) or {1: self.CALL * self.of_pass(1)}
+        if sequences in times:
+            return times[sequences]
         nearest = min(times, key=lambda count: abs(math.log(count / sequences)))
         wanted_factor = 1 + self.FURTHER_CALL * (sequences - 1)
         nearest_factor = 1 + self.FURTHER_CALL * (nearest - 1)
@@ -75,19 +113,18 @@ class CostModel:
         """
         expected = self.of_pass(rows) + context
         ratio = self._ratio(seconds, expected)
-        near = _neighbours(self.passes, rows)
-        for size in self.passes:
-            share = 0.0
-            if size == near.high:
-                share = near.part
-            elif size == near.low:
-                share = 1 - near.part
-            self._seen[size] = (1 - self.FADE) * self._seen[size] + share
-            recent = min(self.MOST, share / self._seen[size])
-            self.passes[size] *= math.pow(ratio, max(self.COMMON, recent))
+        passes = self._passes
+        shares = [0.0] * len(passes.sizes)
+        i, part = passes.near(rows)
+        shares[i - 1] = 1 - part
+        shares[i] = part
+        for i, share in enumerate(shares):
+            self._seen[i] = (1 - self.FADE) * self._seen[i] + share
+            recent = min(self.MOST, share / self._seen[i])
+            passes.seconds[i] *= math.pow(ratio, max(self.COMMON, recent))
         correction = self.COMMON + (self.FADE - self.COMMON) * context / expected
-        for nodes in self.per_token:
-            self.per_token[nodes] *= math.pow(ratio, correction)
+        context_factor = math.pow(ratio, correction)
+        self._per_token.seconds = [seconds * context_factor for seconds in self._per_token.seconds]
 
     def observe_call(self, drafter: Hashable, sequences: int, seconds: float) -> None:
         """Record that a call took `seconds`. The first one does not count: it may pack weights."""
@@ -101,30 +138,3 @@ class CostModel:
     def _ratio(self, seconds: float, expected: float) -> float:
         ratio = seconds / expected
         return min(self.LARGEST, max(1 / self.LARGEST, ratio))
-
-
-def _interpolate(table: dict[int, float], size: int) -> float:
-    """Return the value of `table` at `size`: between its keys in line, beyond in proportion."""
-    near = _neighbours(table, size)
-    between = table[near.low] * (1 - near.part) + table[near.high] * near.part
-    return between * max(1.0, size / near.high)
-
-
-class Neighbours(NamedTuple):
-    """The two sizes of a table around a size, and how far from `low` to `high` it lies (0 to 1)."""
-
-    low: int
-    high: int
-    part: float
-
-
-def _neighbours(table: dict[int, float], size: int) -> Neighbours:
-    """Return the keys of `table` around `size`; beyond its ends the last key, twice."""
-    keys = list(table)
-    i = bisect_left(keys, size)
-    if i == 0 or i == len(keys):
-        nearest = keys[0] if i == 0 else keys[-1]
-        return Neighbours(nearest, nearest, 1.0)
-    low = keys[i - 1]
-    high = keys[i]
-    return Neighbours(low, high, (size - low) / (high - low))

@@ -278,7 +278,8 @@ def _tail(sequence: SequenceState) -> int:
 
 
 def _unread(sequence: SequenceState) -> int:
-    return 0 if sequence.draft_state is None else sequence.draft_state.waiting
+    state = sequence.draft_state
+    return 0 if state is None else state.waiting
 
 
 def _tokens_to_read(sequence: SequenceState) -> int:

@@ -275,6 +275,8 @@ class Scheduler:
         Where sequences run, or tenants may ask at any time, the passes over texts are short.
         """
         reading = [sequence for sequence in self.active if sequence.unread]
+        if not reading:
+            return []
         tenants = {sequence.request.tenant for sequence in reading}
         capacity = self.model.chunk
         if len(reading) < len(self.active) or len(tenants) > 1:

@@ -197,7 +197,7 @@ class SequenceState:
     @property
     def draft_state(self) -> DrafterState | None:
         """What its drafter keeps of it, or None."""
-        return self.context.draft_state
+        return None if self.drafter is None else self.context.states.get(self.drafter.name)
 
     def begin(self, cache: SequenceCache) -> None:
         """Let the sources read the text so far. Keys and values go to `cache`."""

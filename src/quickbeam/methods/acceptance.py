@@ -61,6 +61,11 @@ class CandidateFeatures(NamedTuple):
         return CandidateFeatures((kind, size, choice), odds / (1 + odds))
 
 
+FREE_FEATURES = {
+    kind: [CandidateFeatures((kind, size, NOT_ASKED), rate) for size, rate in enumerate(rates)]
+    for kind, rates in RATES.items()
+}
+
 Estimate = Callable[[int, float, float | None], CandidateFeatures]
 """Returns the features of a drafter's proposal.
 
@@ -119,8 +124,8 @@ def free_features(kind: str, number: int) -> CandidateFeatures:
     `number`: for how many tokens the text has been repeating itself, or has agreed with another
     text, that the token continues; of a guess from the last logits, its rank among them, from 1.
     """
-    size = min(max(number, 1).bit_length(), len(RATES[kind])) - 1
-    return CandidateFeatures((kind, size, NOT_ASKED), RATES[kind][size])
+    of_kind = FREE_FEATURES[kind]
+    return of_kind[min(max(number, 1).bit_length(), len(of_kind)) - 1]
 
 
 def recycled_features(rank: int, probability: float, pair: bool) -> CandidateFeatures:
@@ -154,9 +159,10 @@ class AcceptanceModel:
     def rate(self, features: CandidateFeatures) -> float:
         """Return the probability that a proposal is accepted, given that its parent is."""
         group, prior = features
-        if group not in self._sums:
+        sums = self._sums.get(group)
+        if sums is None:
             return prior
-        accepted, expected = self._sums[group]
+        accepted, expected = sums
         return min(0.99, prior * accepted / expected)
 
     def observe(self, features: CandidateFeatures, accepted: bool) -> None:

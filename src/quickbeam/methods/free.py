@@ -50,12 +50,13 @@ class FreeCandidates:
     ) -> None:
         self._index: NgramIndex = context.states[Ngram.name]
         self._last_logits = last_logits
-        self._answers = answers
+        self._answers = answers if context.texts is not None else None
         self._recycling = recycling
-        self._prediction = prediction
-        self._expanded = set[int]()  # candidates after which recycled tokens were looked for
-        # candidates whose continuation was looked for, or that belong to one
-        self._matched = set[int]()
+        self._prediction = prediction if context.prediction is not None else None
+        self._end = tuple(context.ids[-MAX_N:])  # the last tokens of the text
+        self._expanded = set[Candidate]()  # those after which recycled tokens were looked for
+        # those whose continuation was looked for, or that belong to one
+        self._matched = set[Candidate]()
 
     def enter(self, search: Search) -> None:
         """Enter continuations of the text below the root, or below new paths, and guesses.
@@ -64,10 +65,10 @@ class FreeCandidates:
         """
         index = self._index
         if not self._matched:
-            self._matched.add(search.root.number)
+            self._matched.add(search.root)
             longest = FARTHER if search.wide else LONGEST
             self._predict(search, search.root)
-            if match := index.match(self._tail(search, search.root)):
+            if match := index.match(self._end):
                 tokens = index.continuation(match, longest)
                 self._continue(search, search.root, tokens, index.extent(match, LONGEST))
             self._remember(search, search.root, longest)
@@ -78,7 +79,7 @@ class FreeCandidates:
         self._continue_new_paths(search)
         if self._recycling is None:
             return
-        while new_paths := [path for path in search.best if path.number not in self._expanded]:
+        while new_paths := [path for path in search.best if path not in self._expanded]:
             for path in new_paths:
                 self._recycle(search, self._recycling, path)
             search.rank()
@@ -87,37 +88,35 @@ class FreeCandidates:
     def _continue_new_paths(self, search: Search) -> None:
         """Enter continuations of the text below the paths that are new in `search.best`."""
         index = self._index
-        new_paths = [path for path in search.best if path.number not in self._matched]
+        entered_before = len(search.candidates)
+        new_paths = [path for path in search.best if path not in self._matched]
         for path in new_paths:
-            self._matched.add(path.number)
+            self._matched.add(path)
             self._predict(search, path)
-            tail = self._tail(search, path)
-            if match := index.match(tail, MIN_MATCH):
-                drafted = tail[-min(path.depth, len(tail)) :]
-                tokens = index.continuation(match, LONGEST, drafted)
+            if match := index.match((self._end + path.path)[-MAX_N:], MIN_MATCH):
+                tokens = index.continuation(match, LONGEST, path.path[-MAX_N:])
                 self._continue(search, path, tokens, match.length)
             self._remember(search, path, LONGEST)
-        if new_paths:
+        if len(search.candidates) > entered_before:
             search.rank()
-
-    def _tail(self, search: Search, path: Candidate) -> tuple[int, ...]:
-        """Return the last tokens of the text that ends with `path`, as many as n-grams have."""
-        return (*search.context.ids[-MAX_N:], *path.path)[-MAX_N:]
 
     def _predict(self, search: Search, path: Candidate) -> None:
         """Enter how the predicted text goes on after the text that ends with `path`."""
-        prediction = search.context.prediction
-        if self._prediction is None or prediction is None:
+        if self._prediction is None:
             return
-        match = self._prediction.match(search.context, path.path)
-        if match:
-            tokens = prediction.continuation(match, FARTHER if search.wide else LONGEST_PREDICTED)
+        context = search.context
+        match = self._prediction.match(context, path.path)
+        if match and context.prediction is not None:
+            longest = FARTHER if search.wide else LONGEST_PREDICTED
+            tokens = context.prediction.continuation(match, longest)
             self._continue(search, path, tokens, match.length, Prediction.name, PREDICTED)
 
     def _remember(self, search: Search, path: Candidate, longest: int) -> None:
         """Enter what followed the text that ends with `path` in another text."""
+        if self._answers is None:
+            return
         context = search.context
-        match = self._answers.match(context, path.path) if self._answers else None
+        match = self._answers.match(context, path.path)
         if match and context.texts is not None:
             tokens = context.texts.continuation(match, longest)
             self._continue(search, path, tokens, match.length, Answers.name, REMEMBERED)
@@ -145,16 +144,15 @@ class FreeCandidates:
             forced = context.forced(path.path) == token
             features = free_features(kind, length + i)
             rate = 1.0 if forced else search.model.rate(features)
-            # what other guesses leave
-            rate *= 1 - sum(child.rate for child in path.children.values())
+            rate *= path.left  # what other guesses leave
             value = path.value * rate
             if value <= admission_value or search.below_cost(value, path.depth + 1):
                 break
             if forced:
-                path = search.enter(path, token, GRAMMAR, rate)
+                path = search.enter(path, token, GRAMMAR, rate, [])
             else:
                 path = search.enter(path, token, source, rate, [features])
-            self._matched.add(path.number)
+            self._matched.add(path)
 
     def _recycle(self, search: Search, recycling: Recycling, path: Candidate) -> None:
         """Enter what was likely the last time after the token that `path` ends with.
@@ -162,7 +160,7 @@ class FreeCandidates:
         A token that is below `path` already gets the larger of two rates. The others share what
         those tokens leave.
         """
-        self._expanded.add(path.number)
+        self._expanded.add(path)
         context = search.context
         admission_value = search.admission_value
         if (
@@ -185,7 +183,7 @@ class FreeCandidates:
             if value <= admission_value or search.below_cost(value, path.depth + 1 + rank):
                 break
             if context.within(path.path, [token]):
-                search.enter(path, token, Recycling.name, rate, (features,))
+                search.enter(path, token, Recycling.name, rate, [features])
 
     def _join(
         self, search: Search, path: Candidate, ranked: Sequence[tuple[int, float]], pair: bool
@@ -201,16 +199,15 @@ class FreeCandidates:
                 features = recycled_features(rank, probability, pair)
                 rate = min(search.model.rate(features), 1 - 1e-6)
                 child.features.append(features)
-                child.revalue(max(child.rate, rate))
+                child.revalue(path.value, max(child.rate, rate))
                 shared += rate
-        entered = sum(child.rate for child in path.children.values())
-        return max(0.0, 1 - entered) / max(1e-6, 1 - shared)
+        return max(0.0, path.left) / max(1e-6, 1 - shared)
 
     def _guess(self, search: Search) -> None:
         """Enter what the last logits nearly chose below the root."""
         if self._last_logits is None:
             return
-        left = 1 - sum(child.rate for child in search.root.children.values())
+        left = search.root.left
         # ranking the logits takes time, so the first guess is looked at before
         best = left * search.model.rate(free_features(GUESSED, 1))
         if best <= search.admission_value or search.below_cost(best, 1):
@@ -223,7 +220,7 @@ class FreeCandidates:
             if rate <= search.admission_value or search.below_cost(rate, 1):
                 break
             if token not in search.root.children:
-                search.enter(search.root, token, LastLogits.name, rate, (features,))
+                search.enter(search.root, token, LastLogits.name, rate, [features])
 
 
 def _ranked(context: Context, recycled: Recycled, depth: int) -> list[tuple[int, float]]:

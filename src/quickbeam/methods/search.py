@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import attrgetter
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.methods.acceptance import (
@@ -36,36 +37,51 @@ WIDE = 128
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """A path below the root, named by its last token.
+    """A path below the root.
 
-    - `rate`: the estimated probability that the token is accepted if its parent is.
+    - `path`: its tokens.
+    - `source`: what proposed the last of them.
+    - `rate`: the estimated probability that the last token is accepted if those before it are.
     - `value`: the product of the rates along the path.
-    - `number`: in the order of discovery.
     - `features`: what its rate was estimated from, one for each source that proposed it.
     - `probability`: the drafter's, if it was one of them.
-    - `draft_node`: its node in the drafter's tree, once the drafter was asked about it.
+    - `children`: the paths that continue it, by their last token.
+
+    It does not refer to the path before it: without circles the candidates of a tree are freed with
+    it, and the garbage collector finds nothing to do.
     """
 
-    token: int
-    parent: Candidate | None
+    path: tuple[int, ...]
     source: str
-    rate: float = 1.0
-    number: int = 0
+    rate: float
+    value: float
+    features: list[CandidateFeatures]
     probability: float | None = None
-    features: list[CandidateFeatures] = field(default_factory=list)
-    depth: int = 0
-    value: float = 1.0
-    path: tuple[int, ...] = ()
     children: dict[int, Candidate] = field(default_factory=dict)
-    draft_node: int | None = None
 
-    def revalue(self, rate: float) -> None:
-        """Set the rate, and the values of all paths through this one."""
-        assert self.parent is not None
+    @property
+    def depth(self) -> int:
+        return len(self.path)
+
+    @property
+    def left(self) -> float:
+        """The probability that no child is accepted, if the children's rates are right.
+
+        They may add up to more than 1.
+        """
+        if not self.children:
+            return 1.0
+        return 1 - sum([child.rate for child in self.children.values()])
+
+    def revalue(self, parent_value: float, rate: float) -> None:
+        """Set the rate, and the values of this path and of all that continue it."""
         self.rate = rate
-        self.value = self.parent.value * rate
+        self.value = parent_value * rate
         for child in self.children.values():
-            child.revalue(child.rate)
+            child.revalue(self.value, child.rate)
+
+
+_by_value = attrgetter("value")
 
 
 class Search:
@@ -96,11 +112,13 @@ class Search:
         self.size = size if max_depth > 0 else 0
         self.model = model
         self.costed = context.node_costs is not None
+        self._costs = context.node_costs or ()
         self.wide = size > WIDE
-        self.root = Candidate(context.ids[-1], None, "root", draft_node=0)
+        self.root = Candidate((), "root", 1.0, 1.0, [])
         self.best: list[Candidate] = []
-        self.candidates: list[Candidate] = []
+        self.candidates: list[Candidate] = []  # in the order of discovery
         self._drafted = TokenTree(context.ids[-1])
+        self._drafted_nodes: dict[tuple[int, ...], int] = {(): 0}  # by path
         self.rank()
 
     def rank(self) -> None:
@@ -109,16 +127,17 @@ class Search:
         A path whose value is at most `_next_node_cost` adds no node. It can still replace a less
         likely path.
         """
-        self.candidates.sort(key=lambda candidate: (-candidate.value, candidate.number))
-        self.best = self.candidates[: self.size]
+        # of equal values, that which was discovered first comes first
+        self.best = sorted(self.candidates, key=_by_value, reverse=True)[: self.size]
         self._next_node_cost = 0.0
         if self.costed:
-            cost = self.context.node_cost
             kept = 0
-            while kept < len(self.best) and self.best[kept].value > cost(kept + 1):
+            for path, cost in zip(self.best, self._costs[1:], strict=False):
+                if path.value <= cost:
+                    break
                 kept += 1
             del self.best[kept:]
-            self._next_node_cost = cost(kept + 1)
+            self._next_node_cost = self.context.node_cost(kept + 1)
 
     @property
     def admission_value(self) -> float:
@@ -135,7 +154,8 @@ class Search:
         entered at all. (Siblings count as likelier by their rank. Observed rates may make the later
         of two siblings the likelier one. Such a path may be missed.)
         """
-        return self.costed and value <= self.context.node_cost(nodes)
+        costs = self._costs
+        return self.costed and (nodes >= len(costs) or value <= costs[nodes])
 
     def enter(
         self,
@@ -143,22 +163,12 @@ class Search:
         token: int,
         source: str,
         rate: float,
-        features: Sequence[CandidateFeatures] = (),
+        features: list[CandidateFeatures],
         probability: float | None = None,
     ) -> Candidate:
         """Enter the path that continues `parent` with `token`."""
-        candidate = Candidate(
-            token=token,
-            parent=parent,
-            source=source,
-            rate=rate,
-            number=len(self.candidates) + 1,
-            probability=probability,
-            features=list(features),
-            depth=parent.depth + 1,
-            value=parent.value * rate,
-            path=(*parent.path, token),
-        )
+        path = (*parent.path, token)
+        candidate = Candidate(path, source, rate, parent.value * rate, features, probability)
         parent.children[token] = candidate
         self.candidates.append(candidate)
         return candidate
@@ -171,27 +181,28 @@ class Search:
         """
         if self.context.forced(candidate.path) is not None:
             return 0.0
-        entered = 0.0
-        if not self.wide:
-            entered = sum(child.rate for child in candidate.children.values())
-        return candidate.value * max(0.0, 1 - entered)
+        left = 1.0 if self.wide else candidate.left
+        return candidate.value * max(0.0, left)
 
     def to_ask(self) -> list[Candidate]:
         """Return the paths to ask the drafter about next; see `CHILD_SHARE` and `FRACTION`."""
         admission_value = self.admission_value
+        paths = list[Candidate]()
         # if `best` is full, nothing below its last path can get in
-        paths = [
-            candidate
-            for candidate in self.best[: self.size - 1]
-            if candidate.value * CHILD_SHARE > admission_value and self._can_ask(candidate)
-        ]
-        return [candidate for candidate in paths if candidate.value >= FRACTION * paths[0].value]
+        for path in self.best[: self.size - 1]:
+            if path.value * CHILD_SHARE <= admission_value:
+                break
+            if paths and path.value < FRACTION * paths[0].value:
+                break
+            if self._can_ask(path):
+                paths.append(path)
+        return paths
 
     def _can_ask(self, candidate: Candidate) -> bool:
         """Whether a path can be asked about: its parent was, and it was not."""
-        parent = candidate.parent
-        parent_asked = parent is not None and parent.draft_node is not None
-        return parent_asked and candidate.draft_node is None and candidate.depth < self.max_depth
+        path = candidate.path
+        asked = self._drafted_nodes
+        return len(path) < self.max_depth and path[:-1] in asked and path not in asked
 
     def ask(
         self, paths: Sequence[Candidate], width: int | None = None, gain: float = float("inf")
@@ -217,18 +228,16 @@ class Search:
                 confidence = answer.confidence[i] if answer.confidence else None
                 self._enter_children(path, row, admission_value, confidence)
             elif token not in path.children and path.value > admission_value:
-                self.enter(path, token, GRAMMAR, 1.0)
+                self.enter(path, token, GRAMMAR, 1.0, [])
         return True
 
-    def _add_draft_node(self, path: Candidate) -> int:
+    def _add_draft_node(self, candidate: Candidate) -> int:
         """Add a path to the drafter's tree, where the root is already. Returns its node there."""
-        if path.parent is not None:
-            assert path.parent.draft_node is not None
-            path.draft_node = self._drafted.add(
-                path.parent.draft_node, path.token, self.name, path.value
-            )
-        assert path.draft_node is not None
-        return path.draft_node
+        nodes = self._drafted_nodes
+        path = candidate.path
+        if path:
+            nodes[path] = self._drafted.add(nodes[path[:-1]], path[-1], self.name, candidate.value)
+        return nodes[path]
 
     def _enter_children(
         self, parent: Candidate, row: Row, admission_value: float, confidence: float | None
@@ -239,16 +248,18 @@ class Search:
         estimates: that from the drafter's probability, and that of the free candidate given the
         drafter's answer. The drafter's other tokens share what is left.
         """
-        share = self._correct_children(parent, row, confidence) if parent.children else 1.0
+        children = parent.children
+        share = self._correct_children(parent, row, confidence) if children else 1.0
+        likelier = parent.depth  # at least so many paths are
         for rank, (token, probability) in enumerate(zip(*row, strict=True)):
-            if token in parent.children:
+            if token in children:
                 continue
             features = self.estimate(rank, probability, confidence)
             rate = self.model.rate(features) * share
             value = parent.value * rate
-            if value <= admission_value or self.below_cost(value, parent.depth + 1 + rank):
+            if value <= admission_value or self.below_cost(value, likelier + 1 + rank):
                 break
-            self.enter(parent, token, self.name, rate, (features,), probability)
+            self.enter(parent, token, self.name, rate, [features], probability)
 
     def _correct_children(self, parent: Candidate, row: Row, confidence: float | None) -> float:
         """Correct the rates of the children that `parent` has by the drafter's answer.
@@ -272,22 +283,23 @@ class Search:
                 free_rate = self.model.rate(child.features[0])
             if drafter_rate:
                 child.features.append(drafter_features)
-            child.revalue(max(drafter_rate, free_rate))
+            child.revalue(parent.value, max(drafter_rate, free_rate))
             rate_sum += child.rate
         return max(0.0, 1 - rate_sum) / max(1e-6, 1 - drafter_sum)
 
     def tree(self) -> TokenTree:
         """Return the tree of the root and `best`: node i is `best[i - 1]`."""
-        tree = TokenTree(self.root.token)
-        nodes = {self.root.number: 0}  # by number of a candidate
-        for path in self.best:
-            assert path.parent is not None
-            nodes[path.number] = tree.add(
-                nodes[path.parent.number],
-                path.token,
-                path.source,
-                path.value,
-                probability=path.rate if path.probability is None else path.probability,
+        tree = TokenTree(self.context.ids[-1])
+        nodes: dict[tuple[int, ...], int] = {(): 0}  # by path
+        for candidate in self.best:
+            path = candidate.path
+            probability = candidate.probability
+            nodes[path] = tree.add(
+                nodes[path[:-1]],
+                path[-1],
+                candidate.source,
+                candidate.value,
+                probability=candidate.rate if probability is None else probability,
             )
         return tree
 

@@ -227,8 +227,8 @@ static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t 
       by[half] = of.scales == OUTPUT ? reinterpret_cast<const float*>(scales)[lane] : lane_of(second ? own.plus : own.by);
       if (by_eight(of.scales)) by[half] *= lane_of(eight.by);
       if (of.scales == PAIR || zeroed(of.scales)) plus[half] = lane_of(own.plus);
-      if (of.scales == SUPER) plus[half] = lane_of(eight.lowest_by) * float(scales[g * 32 + 16 + lane]);
-      if (of.scales == SUPER_16) plus[half] = lane_of(eight.lowest_by) * float(scales[g * 32 + half * 16 + lane] >> 4);
+      if (of.scales == SUPER) plus[half] = lane_of(eight.lowest_by) / TOTAL_STEP * float(scales[g * 32 + 16 + lane]);
+      if (of.scales == SUPER_16) plus[half] = lane_of(eight.lowest_by) / TOTAL_STEP * float(scales[g * 32 + half * 16 + lane] >> 4);
     }
     for (int64_t i = 0; i < std::min(GROUP, inputs - g * GROUP); ++i) {
       const int64_t half = i / 16;

@@ -21,7 +21,7 @@ inline int32_t word(const T* p) {  // the first four bytes
 // `Bytes`: 64 unsigned ones. `shifted<S>`: each to the right by S bits (to the left where S is negative), of which those of `mask` stay.
 // `whole`: bytes of at most 127 as products read them; `whole_wide`: any bytes, less `ABOVE`. Bytes of at most 15 are read as they are (`dot_half`).
 // `WholeValue`: what products of whole bytes read of a row. `dot_two`: of 64 bytes and the 64 behind them, all at most 63, with 8 inputs.
-// `start`: sums go on from a number. `WordPairs`: of each of 16 outputs two numbers of 16 bits, side by side, which `dot_words` multiplies with two.
+// `start`: sums go on from a number. `raised`: sums as numbers, times two to the power of `by`, which are below 2^24. `WordPairs`: of each of 16 outputs two numbers of 16 bits, side by side, which `dot_words` multiplies with two.
 #if defined(QB_VNNI) && defined(QB_ZMM)
 
 struct Bytes {
@@ -51,6 +51,7 @@ inline WholeBytes whole(Bytes x) { return x; }
 inline WholeSums dot_whole(WholeSums s, WholeBytes w, const int8_t* x) { return {_mm512_dpbusd_epi32(s.v, w.v, _mm512_set1_epi32(word(x)))}; }
 inline HalfSums dot_half(HalfSums s, Bytes w, const int8_t* x) { return dot_whole(s, w, x); }
 inline Lanes to_lanes(WholeSums s) { return {_mm512_cvtepi32_ps(s.v)}; }
+inline Lanes raised(WholeSums s, int32_t by) { return {_mm512_cvtepi32_ps(_mm512_sllv_epi32(s.v, _mm512_set1_epi32(by)))}; }
 inline WordPairs load_word_pairs(const uint8_t* first, const uint8_t* second) {
   const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(first)), b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(second));
   return {_mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)))};
@@ -304,6 +305,13 @@ inline WholeSums dot_words(WholeSums s, const WordPairs& w, const int16_t* x) {
 #if defined(QB_VNNI) || !(defined(QB_AVX2) || defined(QB_ZMM))
 inline WholeSums dot_two(const WholeSums& s, const Bytes& w, const Bytes& behind, const int8_t* x) {
   return dot_whole(dot_whole(s, whole(w), x), whole(behind), x + 4);
+}
+#endif
+
+#if !(defined(QB_VNNI) && defined(QB_ZMM))
+template <class Sums>
+inline Lanes raised(const Sums& s, int32_t by) {
+  return mul(to_lanes(s), all(float(1 << by)));
 }
 #endif
 

@@ -104,12 +104,16 @@ inline Lanes load_exponents(const uint8_t* p) {
   return load(v);
 }
 
+// Rows that are quantised by eight groups: the most that a group's numbers are finer than those of the largest group, as a power of two; and in how
+// many of the finest steps a group's total is counted.
+constexpr int32_t FINEST = 7, TOTAL_STEP = 16;
+
 // The scales of eight groups that follow one another.
 struct Scales8 {
   struct {
     Lanes by, plus;  // plus: lowest values of PAIR, zero points of ZERO. By eight whole numbers: by, and plus of a group's second piece
   } of[SUPER_GROUPS];
-  Lanes by, lowest_by;             // what whole numbers are taken times
+  Lanes by, lowest_by;             // what whole numbers are taken times; lowest values times TOTAL_STEP as well
   WordPairs lowest[SUPER_GROUPS];  // two pieces each: of SUPER two groups, of SUPER_16 the two of a group
 };
 
@@ -130,13 +134,13 @@ inline void load_scales(Scales kind, const uint8_t* scales, int64_t groups, int6
       break;
     case SUPER:
       super += g / SUPER_GROUPS * 64;
-      to.by = halves(super), to.lowest_by = sub(zero(), halves(super + 32));
+      to.by = halves(super), to.lowest_by = mul(halves(super + 32), all(float(-TOTAL_STEP)));
       for (int64_t i = 0; i < SUPER_GROUPS; ++i) to.of[i].by = load_numbers(own + i * 32);
       for (int64_t i = 0; i < SUPER_GROUPS; i += 2) to.lowest[i / 2] = load_word_pairs(own + i * 32 + 16, own + i * 32 + 48);
       break;
     case SUPER_16:
       super += g / SUPER_GROUPS * 64;
-      to.by = halves(super), to.lowest_by = sub(zero(), halves(super + 32));
+      to.by = halves(super), to.lowest_by = mul(halves(super + 32), all(float(-TOTAL_STEP)));
       for (int64_t i = 0; i < SUPER_GROUPS; ++i, own += 32) {
         uint8_t scale[32], lowest[32];
         for (int64_t k = 0; k < 32; ++k) scale[k] = own[k] & 15, lowest[k] = own[k] >> 4;
@@ -238,21 +242,24 @@ struct Values {
     step<4>(s, x, w, stride, table), step<5>(s, x, w, stride, table), step<6>(s, x, w, stride, table), step<7>(s, x, w, stride, table);
   }
 
-  // A result so far, and what a group adds. `row`: the row's scale; `total`: the sum of its values, with lowest values times the scale. BY_EIGHT
-  // has them still to come (`plus_eight`).
+  // What eight groups have added so far, and what one more adds, whose numbers are 2^finer times as fine as the row's scale.
   template <class Scale>
-  static Lanes plus(const Lanes& f, const Sums (&s)[PIECES], const Scale& scale, [[maybe_unused]] float row, [[maybe_unused]] float total) {
+  static Lanes plus_group(const Lanes& f, const Sums (&s)[PIECES], const Scale& scale, int32_t finer) {
+    const Lanes sum = fused(raised(s[0], FINEST - finer), scale.by, f);
+    return PIECES == 1 ? sum : fused(raised(s[PIECES - 1], FINEST - finer), scale.plus, sum);
+  }
+
+  // A result so far, and what a group adds. `row`: the row's scale; `total`: the sum of its values, with lowest values times the scale.
+  template <class Scale>
+  static Lanes plus(const Lanes& f, const Sums (&s)[PIECES], const Scale& scale, float row, [[maybe_unused]] float total) {
     Lanes sum = to_lanes(s[0]);
     if constexpr (KIND == OUTPUT) return fused(sum, all(row), f);
-    if constexpr (BY_EIGHT) sum = fused(sum, scale.by, f);
-    if constexpr (PIECES == 2) sum = fused(to_lanes(s[1]), scale.plus, sum);
-    if constexpr (BY_EIGHT) return sum;
     if constexpr (KIND == ZERO) sum = sub(sum, mul(WIDE ? sub(scale.plus, all(float(ABOVE))) : scale.plus, all(total)));  // exact: below 2^24
     const Lanes more = fused(mul(sum, all(row)), scale.by, f);
     return KIND == PAIR ? fused(scale.plus, all(total), more) : more;
   }
 
-  // A result so far, and what eight groups add whose sums are `eight`. `totals`: of the values of their pieces.
+  // A result so far, and what eight groups add whose sums are `eight`. `totals`: of the values of their pieces, in TOTAL_STEPs.
   static Lanes plus_eight(const Lanes& f, const Lanes& eight, const Scales8& scale, float row, [[maybe_unused]] const int16_t* totals) {
     Lanes sum = mul(eight, scale.by);
     if constexpr (LOWEST) {

@@ -1,7 +1,7 @@
 // Products of bfloat16 rows with weights of few bits (`formats.h`), which are read once.
 //
-// A row is quantised by itself, each group of 32 inputs to whole numbers of -127 to 127 with a scale of its own, or eight groups with a scale
-// in common where eight groups of weights have one. Groups' sums are whole numbers; scaled, they are added in float32, first group to last, by
+// A row is quantised by itself, each group of 32 inputs to whole numbers of -127 to 127 with a scale of its own. Where eight groups of weights
+// share a scale, eight groups of the row do: a small group's numbers are then finer by a power of two, by which its sums are moved. Groups' sums are whole numbers; scaled, they are added in float32, first group to last, by
 // the same few operations everywhere. So a row's bits depend neither on the other rows, nor on threads, nor on the instruction set:
 // `tests/quantised.py` has the same in PyTorch.
 #pragma once
@@ -22,7 +22,7 @@ inline Lanes size_of(const Lanes& x) { return greatest(x, sub(zero(), x)); }
 
 // How the rows of a product are quantised. `wide`: values are kept as WholeValue, else in 8 bits. `pieces`: of a group, which are summed apart.
 // `offset`: what all weights are above the numbers that they stand for. `scaled`: totals are taken times scales. `span`: groups that share a
-// scale; of eight, totals are kept as whole numbers.
+// scale; of eight, totals are kept as whole numbers of TOTAL_STEPs.
 struct RowKind {
   bool wide, scaled;
   int64_t pieces, span;
@@ -40,7 +40,7 @@ class QuantisedRows {
     groups = groups_of(inputs), kind_ = kind;
     const size_t all = size_t(rows * groups);
     values_.resize(all * size_t(GROUP)), scales_.resize(all), totals_.resize(all), starts_.resize(all * size_t(kind.pieces));
-    if (kind.span > 1) whole_totals_.resize(all * size_t(kind.pieces));
+    if (kind.span > 1) whole_totals_.resize(all * size_t(kind.pieces)), finer_.resize(all);
   }
 
   // A part: rows [first, first + count).
@@ -59,7 +59,8 @@ class QuantisedRows {
   }
 
   // From row `row` on, which is the first of a part: [groups][rows][32] values, [groups / span][rows] scales, [groups][rows] sums of values or
-  // [groups / span][rows][span][pieces] whole ones, [groups][rows][pieces] numbers that sums of products start from.
+  // [groups / span][rows][span][pieces] whole ones, [groups][rows] powers of two by which numbers are finer than the scale says, [groups][rows][pieces]
+  // numbers that sums of products start from.
   template <class Value>
   const Value* values(int64_t row) const {
     return reinterpret_cast<const Value*>(values_.data()) + row * groups * GROUP;
@@ -67,40 +68,44 @@ class QuantisedRows {
   const float* scales(int64_t row) const { return scales_.data() + row * groups / kind_.span; }
   const float* totals(int64_t row) const { return totals_.data() + row * groups; }
   const int16_t* whole_totals(int64_t row) const { return whole_totals_.data() + row * groups * kind_.pieces; }
+  const int32_t* finer(int64_t row) const { return finer_.data() + row * groups; }
   const int32_t* starts(int64_t row) const { return starts_.data() + row * groups * kind_.pieces; }
 
  private:
   static constexpr int64_t MOST = 1 << 19;  // bytes that a part of the rows may take, about: they stay in the cache meanwhile
   std::vector<int16_t> values_, whole_totals_;
   std::vector<float> scales_, totals_;
-  std::vector<int32_t> starts_;
+  std::vector<int32_t> starts_, finer_;
   RowKind kind_ = {};
 
   // The groups that share a scale, of which the first is group g of row r of `rows`, whose first number lies behind `begin` groups. What is not
   // finite makes the scale NaN, and so the whole row of results.
   void quantise(const bf16* x, int64_t begin, int64_t g, int64_t rows, int64_t r) {
     const int64_t span = kind_.span;
-    Lanes sizes = zero();
+    float sizes[SUPER_GROUPS], largest = 0.0f;  // of groups
     bool finite = true;
-    for (int64_t i = 0; i < span * GROUP; i += 16) {
-      const Lanes some = size_of(load(x + i));
-      finite = finite && !any_above(some, FLT_MAX), sizes = greatest(some, sizes);
+    for (int64_t i = 0; i < span; ++i) {
+      const Lanes size = size_of(load(x + i * GROUP)), other = size_of(load(x + i * GROUP + 16));
+      finite = finite && !any_above(size, FLT_MAX) && !any_above(other, FLT_MAX);
+      sizes[i] = highest(greatest(size, other)), largest = std::max(largest, sizes[i]);
     }
-    const float largest = highest(sizes);
     const bool used = finite && largest >= LEAST;
-    const Lanes by = all(127.0f / largest);
     const float scale = !finite ? NAN : used ? largest / 127.0f : 0.0f;
     const int64_t shared = (begin + g * rows) / span + r;
-    scales_[size_t(shared)] = scale;
+    scales_[size_t(shared)] = span > 1 ? scale / (1 << FINEST) : scale;
     for (int64_t i = 0; i < span; ++i, x += GROUP) {
+      int32_t finer = 0;
+      while (span > 1 && finer < FINEST && sizes[i] * float(2 << finer) <= largest) ++finer;
+      const Lanes by = all(127.0f / largest * float(1 << finer));
       const Lanes a = used ? round_even(mul(load(x), by)) : zero(), b = used ? round_even(mul(load(x + 16), by)) : zero();
       const float halves[2] = {total(a), total(b)}, both = halves[0] + halves[1];
       const int64_t at = begin + (g + i) * rows + r;
-      if (span == 1) totals_[size_t(at)] = kind_.scaled ? scale * both : both;
+      if (span > 1) finer_[size_t(at)] = finer;
+      else totals_[size_t(at)] = kind_.scaled ? scale * both : both;
       for (int64_t piece = 0; piece < kind_.pieces; ++piece) {
-        const int32_t sum = int32_t(kind_.pieces == 1 ? both : halves[piece]);
-        starts_[size_t(at * kind_.pieces + piece)] = -kind_.offset * sum;
-        if (span > 1) whole_totals_[size_t((shared * span + i) * kind_.pieces + piece)] = int16_t(sum);
+        const float sum = kind_.pieces == 1 ? both : halves[piece], raised = sum * float(1 << (FINEST - finer));
+        starts_[size_t(at * kind_.pieces + piece)] = -kind_.offset * int32_t(sum);
+        if (span > 1) whole_totals_[size_t((shared * span + i) * kind_.pieces + piece)] = int16_t(std::nearbyint(raised / TOTAL_STEP));
       }
       if (kind_.wide) arrange(a, b, reinterpret_cast<WholeValue*>(values_.data()) + at * GROUP);
       else arrange(a, b, reinterpret_cast<int8_t*>(values_.data()) + at * GROUP);
@@ -114,7 +119,7 @@ template <class F, int R, int B>
 static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row, const uint8_t* w, int64_t stride, const Scales8* ready, float* y,
                            int64_t y_stride, const uint8_t* ahead, int64_t lines) {
   const int64_t groups = x.groups, step = (lines + groups - 1) / groups;
-  const int32_t* starts = x.starts(row);
+  const int32_t *starts = x.starts(row), *finer = x.finer(row);
   const float *scales = x.scales(row), *totals = x.totals(row);
   const auto* values = x.values<typename F::Value>(row);
   const uint8_t* by = w + groups * F::GROUP_BYTES;
@@ -138,8 +143,11 @@ static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row
           for (int piece = 0; piece < F::PIECES; ++piece) start(s[r][b][piece], F::ADDS ? 0 : starts[(g * R + r) * F::PIECES + piece]);
       F::template add<R, B>(s, values + g * R * GROUP, w + g * F::GROUP_BYTES, stride, of.table);
       for (int b = 0; b < B; ++b)
-        for (int r = 0; r < R; ++r)
-          eight[r][b] = F::plus(eight[r][b], s[r][b], scale[b * apart].of[g - first], F::BY_EIGHT ? 1.0f : scales[g * R + r], totals[g * R + r]);
+        for (int r = 0; r < R; ++r) {
+          const auto& own_scale = scale[b * apart].of[g - first];
+          if constexpr (F::BY_EIGHT) eight[r][b] = F::plus_group(eight[r][b], s[r][b], own_scale, finer[g * R + r]);
+          else eight[r][b] = F::plus(eight[r][b], s[r][b], own_scale, scales[g * R + r], totals[g * R + r]);
+        }
     }
     QB_UNROLL for (int r = 0; r < R; ++r)
       for (int b = 0; b < B; ++b) {
