@@ -43,24 +43,26 @@ def works_of(vocab: int, d: int, rows: int, share: float) -> dict[str, Work]:
     layout, chosen = layout_of(vocab, share)
     router = Router(RouterConfig(x.shape[-1], x.shape[-1], WIDTH, layout.clusters))
     shortlist = Shortlist(weight, layout, None, router=router, chosen=len(chosen))
-    assert shortlist.fused is not None and shortlist.route is not None
-    fused, route, aside = shortlist.fused, shortlist.route, torch.cuda.Stream()
+    assert shortlist.in_torch is not None and shortlist.route is not None
+    head, route, aside = shortlist.in_torch, shortlist.route, torch.cuda.Stream()
+    context = torch.empty(1, 0, dtype=torch.int64, device="cuda")
+    sequence = torch.zeros(rows, dtype=torch.int64, device="cuda")
 
     def run_layer() -> torch.Tensor:
         out = layer(x, position_embeddings=angles)
         return (out[0] if isinstance(out, tuple) else out)[0]  # type: ignore[no-any-return]
 
     def before() -> object:
-        clusters = shortlist.choose(route(x[0], x[0]))
-        return fused(run_layer(), clusters).logits
+        columns = head.columns(shortlist.choose(route(x[0], x[0])), context)
+        return head.logits(run_layer(), columns, sequence)
 
     def beside() -> object:
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            clusters = shortlist.choose(route(x[0], x[0]))
+            columns = head.columns(shortlist.choose(route(x[0], x[0])), context)
         out = run_layer()
         torch.cuda.current_stream().wait_stream(aside)
-        return fused(out, clusters).logits
+        return head.logits(out, columns, sequence)
 
     return {
         "layer": run_layer,

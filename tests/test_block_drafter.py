@@ -22,7 +22,7 @@ from features import Pair, attended, held, normed, page_size, random_tree, rotat
 from kernels import best_set, every_set, load
 from models import VOCAB, spread_out, tiny
 from quickbeam import LLM
-from quickbeam.drafters.block import BlockDrafter, NativeCandidates, TorchCandidates
+from quickbeam.drafters.block import BlockDrafter, NativeBlocks, follow
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.passes import NativePasses, TorchPasses
@@ -58,11 +58,13 @@ pages = page_size(16)
 
 
 class Toy(Pair):
-    """A tiny target, and a block drafter with random weights. `more`: of `BlockDrafter`."""
+    """A tiny target, and a block drafter with random weights. `native`: whether the kernels may run
+    the drafter; `native_target`: the target. `more`: of `BlockDrafter`."""
 
-    def __init__(self, config, dtype=torch.float32, native=True, **more):
+    def __init__(self, config, dtype=torch.float32, native=True, native_target=True, **more):
         self.model = tiny("llama", seed=3).to(dtype).float()
-        self.target = make_model(copy.deepcopy(self.model).to(dtype), chunk=6)
+        target = copy.deepcopy(self.model).to(dtype)
+        self.target = make_model(target, native=native_target, chunk=6)
         torch.manual_seed(0)
         self.network = BlockNetwork(config, self.target.embedding, self.target.head)
         spread_out(self.network, 2, 0.3)
@@ -258,6 +260,22 @@ def test_scores_of_few_candidates_are_the_equations_among_them():
     assert 0 < int((probs > 0).sum()) < VOCAB
 
 
+@pytest.mark.parametrize("kind", ["confident", "selector", "scaled"])
+def test_the_blocks_of_a_call_have_candidates_of_their_own(kind):
+    toy, rng = Toy(KINDS[kind], within=1.0), random.Random(kind)
+    texts = [toy.begin(words(rng, length), rng.randrange(VOCAB)) for length in (2, 8, 16)]
+    trees = [random_tree(rng, text.context.ids[-1], 9) for text in texts]
+    requests = [text.request(tree, range(9)) for text, tree in zip(texts, trees, strict=True)]
+    together = toy.drafter.answer(requests)
+    supports = set()
+    for request, probs in zip(requests, together, strict=True):
+        (alone,) = toy.drafter.answer([request])
+        assert torch.equal(probs.dense() > 0, alone.dense() > 0)
+        torch.testing.assert_close(probs.dense(), alone.dense(), atol=1e-5, rtol=1e-3)
+        supports.add(tuple((alone.dense() > 0).any(0).tolist()))
+    assert len(supports) == len(texts)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_shortlist_is_scored_once_a_tree(dtype):
     toy, rng = Toy(DSPARK, dtype=dtype), random.Random(2)
@@ -276,31 +294,34 @@ def test_a_shortlist_is_scored_once_a_tree(dtype):
     assert text.state.used.tokens == int(offered.sum())
 
 
+def candidates(logits, names, within):
+    """The columns that are likely in some row, and their tokens."""
+    floors = logits.amax(-1, keepdim=True) - within
+    columns = (~(logits < floors)).any(0).nonzero()[:, 0]
+    return logits[:, columns], columns if names is None else names[columns]
+
+
 @every_set
 @pytest.mark.parametrize("rank", [0, 6, 64])
 def test_the_kernels_find_candidates_and_what_follows_them_as_pytorch_does(isa, rank):
     config = replace(DSPARK, markov_rank=rank)
-    plain = Toy(config, dtype=torch.bfloat16, native=False).drafter.candidates
-    assert type(plain) is TorchCandidates
-    native = NativeCandidates(plain.markov, load(isa))
+    network = Toy(config, dtype=torch.bfloat16, native=False).network
+    before, after = network.markov()
+    passes = SimpleNamespace(pool=SimpleNamespace(kernels=load(isa)))
     wide = 4 * torch.randn(4, VOCAB + 20, generator=torch.Generator().manual_seed(rank))
     for count, names in ((VOCAB, None), (VOCAB - 3, torch.randperm(VOCAB)[:-3]), (5, None)):
         for within in (2.0, 7.0, math.inf):
-            state = SimpleNamespace(gates=None, after=None)
+            native = NativeBlocks(network, passes, within, None)
             logits = wide[:, 3 : count + 3]  # rows that don't lie side by side
-            state.scores, state.tokens = plain.likely(logits, names, within)
-            for mine, expected in zip(
-                native.likely(logits, names, within),
-                plain.likely(logits, names, within),
-                strict=True,
-            ):
-                assert torch.equal(mine, expected)
+            scores, tokens = candidates(logits, names, within)
+            assert all(map(torch.equal, native.likely(logits, names), (scores, tokens)))
+            state = SimpleNamespace(gates=None, scores=scores, tokens=tokens)
             places = [(0, 5), (3, VOCAB - 1), (3, 0)]
-            torch.testing.assert_close(
-                native.follow(state, places), plain.follow(state, places), atol=1e-5, rtol=1e-5
-            )
+            depths, previous = torch.tensor(places).unbind(-1)
+            right = follow(scores[depths], before[previous], after[tokens].float(), None)
+            torch.testing.assert_close(native.follow(state, places), right, atol=1e-5, rtol=1e-5)
     wide[1, 17] = math.nan  # shows in its row, whatever the others'
-    kept, tokens = native.likely(wide, None, 0.0)
+    kept, tokens = NativeBlocks(network, passes, 0.0, None).likely(wide, None)
     assert kept[1, tokens.tolist().index(17)].isnan() and 4 <= len(tokens) < 20
 
 

@@ -55,6 +55,7 @@ def made(name, dtype=torch.float32):
 
 
 def off(got, right):
+    """The largest difference, as a share of the largest number."""
     return float((got - right).abs().max() / right.abs().max())
 
 
@@ -79,10 +80,17 @@ def test_every_family_is_here():
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
 def test_logits_and_tokens_are_those_of_transformers(name):
+    """In float32, by a share of the largest logit: 2e-5 in PyTorch and 5e-5 by the kernels.
+
+    In PyTorch half of the families have transformers' bits. Next come Qwen3.5 (1e-5), whose
+    recurrence transformers computes in chunks, and Youtu (1.1e-5), whose dot products add rotary
+    dimensions first. Their spread weights enlarge a last bit as much: transformers' logits are 1.6
+    and 1.3e-5 off those of float64.
+    """
     plain = made(name)
     right = plain(input_ids=IDS[None], use_cache=False).logits[0]
     by_torch = by_pytorch(plain, describe(plain))
-    assert off(by_torch, right) < 3e-5
+    assert off(by_torch, right) < 2e-5
     ids = IDS.tolist()
     for _ in range(8):
         last = plain(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]

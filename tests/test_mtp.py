@@ -20,6 +20,7 @@ from gguf_files import model_of, mtp_block, write
 from models import table, tiny
 from quickbeam import LLM, hub
 from quickbeam.drafters.mtp import load_mtp
+from quickbeam.drafters.passes import NativePasses, TorchPasses
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.native import library
@@ -79,12 +80,13 @@ class Head(Pair):
                 tensors |= {f"{at}.experts.{i}.{part}_proj.weight": w for part, w in apart.items()}
         return tensors
 
-    def open(self, folder, dtype=torch.float32, **options):
-        """Have a target and its drafter read what is written to `folder`."""
+    def open(self, folder, dtype=torch.float32, native=True, **options):
+        """Have a target and its drafter read what is written to `folder`. `native`: as of
+        `make_model`."""
         self.model.config.save_pretrained(folder)
         tensors = {name: one.to(dtype).contiguous() for name, one in self.stored().items()}
         save_file(tensors, folder / "model.safetensors")
-        self.target = make_model(copy.deepcopy(self.model).to(dtype), chunk=6)
+        self.target = make_model(copy.deepcopy(self.model).to(dtype), native=native, chunk=6)
         self.normed = options.get("normed", True)
         self.drafter = load_mtp(folder, self.target, **options)
         return self
@@ -137,10 +139,13 @@ def heads(tmp_path_factory):
     return cache(lambda kind: Head(kind, half).open(tmp_path_factory.mktemp(kind), half))
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 @every_kind
-def test_distributions_are_those_of_transformers_class(kind, normed, tmp_path):
-    assert max(Head(kind).open(tmp_path, normed=normed).distances((9,), 2)) < 1e-4
+def test_distributions_are_those_of_transformers_class(kind, normed, native, tmp_path):
+    head = Head(kind).open(tmp_path, native=native, normed=normed)
+    assert isinstance(head.drafter.passes, NativePasses if native else TorchPasses)
+    assert max(head.distances((9,), 2)) < 1e-4
 
 
 @pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe"])
@@ -239,8 +244,19 @@ def test_what_is_no_head_is_refused_by_name(toy_folder, tmp_path):
         LLM(str(with_head(tmp_path / "c", toy_folder)), drafter="mtp", draft_weights="int8")
 
 
-def test_a_head_is_left_alone_where_pytorch_runs_the_model(toy_folder, tmp_path):
+def test_a_head_drafts_where_pytorch_runs_the_model(toy_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
     folder = str(with_head(tmp_path / "model", toy_folder))
-    with LLM(folder, dtype="float16") as llm:
-        assert llm.method == "recycling"
-    refuses("--drafter mtp needs the native kernels", LLM, folder, dtype="float16", drafter="mtp")
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(folder, dtype="float32") as llm:
+        drafted, plain = (llm.generate("abc abc", params, method=one) for one in ("dyspec", "ar"))
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.statistics.sources["drafter"].drafted > 0
+
+
+def test_a_head_in_a_gguf_file_drafts_where_pytorch_runs_the_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
+    head = Head("qwen3_5", config=model_of("qwen35").config)
+    head.open_file(tmp_path / "x.gguf", "qwen35")
+    assert isinstance(head.drafter.passes, TorchPasses)
+    assert max(head.distances((9,), 2)) < 1e-4

@@ -52,7 +52,7 @@ def route(shortlist, hidden, embedded):
     if shortlist.route is None:
         return shortlist.none
     with torch.inference_mode():
-        return shortlist.choose(shortlist.route(hidden, embedded))
+        return shortlist.choose(shortlist.route(hidden, embedded))[0]
 
 
 def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refused():
@@ -105,7 +105,7 @@ def choose(scores, count):
     layout = Layout(torch.arange(clusters), 0, 1, clusters)
     router = Router(RouterConfig(1, 1, 1, clusters))
     shortlist = Shortlist(torch.zeros(clusters, 2), layout, None, router=router, chosen=count)
-    return shortlist.choose(scores).tolist()
+    return shortlist.choose(scores)[0].tolist()
 
 
 @examples(200, derandomize=True)

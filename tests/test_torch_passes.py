@@ -21,7 +21,7 @@ from quickbeam.models.torch import pages as of_pages
 from quickbeam.models.torch import rows as of_rows
 from quickbeam.models.torch.feed_forward import has_grouped_product
 from quickbeam.models.torch.graphs import MOST_GRAPHS, Graphs
-from quickbeam.models.torch.likeliest import rows_of
+from quickbeam.models.torch.likeliest import ranked_rows
 from quickbeam.models.torch.model import PassResults, TorchModel
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.recurrence import recur
@@ -297,7 +297,7 @@ def test_a_draft_models_graphs_rank_tokens(graphs_on_the_cpu):
         got = PassResults(*graphs.run(given, model.pool.generation))
         assert all(map(torch.equal, got, right))
         assert torch.allclose(got.probs, right.logits[:, :90].softmax(-1))
-        (tokens, values), *_ = rows_of(got.likeliest)
+        (tokens, values), *_ = ranked_rows(got.probs, got.likeliest).likeliest
         assert values == sorted(values, reverse=True)
         assert got.probs[0, tokens].tolist() == values
 

@@ -189,6 +189,27 @@ class DraftProbs(NamedTuple):
         dense = values.new_zeros(*values.shape[:-1], self.vocab)
         return dense.index_add_(-1, self.tokens, values)
 
+    def at(self, temperature: float) -> DraftProbs:
+        """Return the distributions at a temperature, where these are at 1.
+
+        Their logarithms stand for the logits, so numbers differ from those of the logits in the
+        last bits.
+        """
+        if temperature == 1:
+            return self
+        return self._replace(values=probs_of(self.values.log(), temperature), likeliest=())
+
+    def emptied(self, rows: Sequence[int]) -> DraftProbs:
+        """Return them with zeros in `rows`."""
+        values = self.values.clone()
+        likeliest = list(self.likeliest)
+        for row in rows:
+            values[row] = 0
+            if likeliest:
+                tokens, _ = likeliest[row]
+                likeliest[row] = tokens, [0.0] * len(tokens)
+        return self._replace(values=values, likeliest=likeliest)
+
 
 @dataclass
 class HeadUse:
@@ -196,7 +217,8 @@ class HeadUse:
 
     - `calls`: how many calls were counted.
     - `tokens`: how many tokens were scored, summed over `calls`.
-    - `seconds`: the time of choosing what is scored, and of the head.
+    - `seconds`: the time of choosing what is scored, and of the head, but for what PyTorch does as
+      a part of passes.
     """
 
     calls: int = 0
@@ -268,6 +290,11 @@ class Drafter(Source, ABC):
     head_size: int | None = None
     one_call = False  # whether only a tree's first request takes time
     routes = False  # whether a router can choose what its head scores
+
+    @property
+    def scores_in_passes(self) -> bool:
+        """Whether PyTorch scores a shortlist for it, as a part of its passes."""
+        return False
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
         """Return the state of a sequence that begins with `ids`.

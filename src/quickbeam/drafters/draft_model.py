@@ -136,7 +136,7 @@ class LMDrafter(Drafter):
             temperature = request.context.draft_temperature
             likeliest: Sequence[Row] = ()
             if results.ranked is not None and temperature == 1:
-                probs, likeliest = results.ranked.part(rows)
+                probs, likeliest, _ = results.ranked.part(rows)
             else:
                 probs = probs_of(results.logits[rows, : self._shared], temperature)
             if self._shared < self._vocab_size:

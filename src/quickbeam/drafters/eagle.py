@@ -21,12 +21,20 @@ from quickbeam.drafters.feature import (
     in_chunks,
     score,
 )
-from quickbeam.drafters.passes import HeadInput, NativePasses, TorchPasses, passes_of
+from quickbeam.drafters.passes import (
+    Head,
+    NativePasses,
+    Outputs,
+    ScoredRows,
+    TorchPasses,
+    passes_of,
+)
 from quickbeam.drafters.shadow import ShadowTree
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
-from quickbeam.models.base import Batch, Chain, Model, Part, RankedRows, inference
+from quickbeam.models.base import Batch, Chain, Model, Part, inference
 from quickbeam.models.cache.kv import Page, SequenceCache
 from quickbeam.models.native.library import Kernels
+from quickbeam.models.torch.likeliest import rank_tokens, ranked_rows
 
 
 class EagleState(FeatureState):
@@ -40,8 +48,8 @@ class EagleState(FeatureState):
       reads of them. Without a shadow, those of the root if its row was run.
     - `clusters`, `root_clusters`: the clusters that the last call scored, and those that the root's
       call scored.
-    - `probs`, `root_probs`: the distributions of the last call and of the root's call, where the
-      head runs in the pass.
+    - `probs`, `root_probs`: the distributions of the last call and of the root's call, at
+      temperature 1, where passes score tokens.
     """
 
     def __init__(
@@ -135,7 +143,6 @@ class EagleDrafter(FeatureDrafter):
         self.routes = routes
         self._norm_output = norm_output
         self._norm_feature = norm_feature
-        self._head = HeadInput(norm_feature, tokens)
         model.set_aux_layers(aux_layers)
 
     @inference
@@ -156,9 +163,8 @@ class EagleDrafter(FeatureDrafter):
                 raise ValueError(
                     f"hidden states of {state.waiting} tokens for {state.unread_rows} not read yet"
                 )
-        head = self._head_of(requests)
         states = [request.state for request in firsts]
-        self._read([state for state in states if state.waiting], early=False, head=head)
+        self._read([state for state in states if state.waiting], early=False)
         for request in firsts:
             state = request.state
             tree = request.tree
@@ -166,31 +172,19 @@ class EagleDrafter(FeatureDrafter):
             state.out = state.out[:1]
             state.feature = state.feature[:1]
         inputs = [self._below(request) for request in requests if list(request.nodes) != [0]]
-        for (state, part, _), out, feature in self._run(inputs, head=head):
+        for (state, part, _), out, feature in self._run(inputs):
             state.out = torch.cat([state.out, out])
             state.feature = torch.cat([state.feature, feature])
             if state.shadow is not None:
                 state.shadow.run += part.rows
         return self._distributions(requests)
 
-    def _head_of(self, requests: Sequence[DraftRequest]) -> HeadInput | None:
-        """Return the head that a call's passes have in them; None where it runs after them.
-
-        It does for shortlists and temperatures.
-        """
-        for request in requests:
-            if request.state.shortlist is not None or request.context.draft_temperature != 1:
-                return None
-        return self._head
-
-    def _read(
-        self, states: Sequence[EagleState], early: bool = True, head: HeadInput | None = None
-    ) -> None:
+    def _read(self, states: Sequence[EagleState], early: bool = True) -> None:
         """Compute rows of the committed tokens that have hidden states.
 
         A row needs the hidden state of a token and the id of the token after it. The last row of
         each state stands for the root, whose distribution is computed. `early`: the call comes
-        before a tree is requested, so the root's row is left out. `head`: see `_run`.
+        before a tree is requested, so the root's row is left out.
         """
         for chunk in in_chunks(states, lambda state: state.readable(early)):
             inputs = list[EagleInput]()
@@ -199,13 +193,12 @@ class EagleDrafter(FeatureDrafter):
                 wanted = int(not early and state.waiting == count)
                 rows = Chain(state.cache, state.ids[first : first + count], wanted)
                 inputs.append(EagleInput(state, rows, state.unread.first(count)))
-            for (state, part, _), out, feature in self._run(inputs, fuse=True, head=head):
+            for (state, part, _), out, feature in self._run(inputs, fuse=True):
                 state.unread.drop(part.rows)
                 state.cache.commit(range(part.rows - part.wanted))
                 if part.wanted:
                     state.out = out[-1:]
                     state.feature = feature[-1:]
-                    state.root_probs = state.probs
 
     def _below(self, request: DraftRequest) -> EagleInput:
         """Return a request's part of a pass: the rows of its nodes, which read their parents'."""
@@ -220,13 +213,12 @@ class EagleDrafter(FeatureDrafter):
         return EagleInput(state, shadow.part(state.cache), state.out[parents])
 
     def _run(
-        self, inputs: Sequence[EagleInput], fuse: bool = False, head: HeadInput | None = None
+        self, inputs: Sequence[EagleInput], fuse: bool = False
     ) -> list[tuple[EagleInput, torch.Tensor, torch.Tensor]]:
         """Run the inputs. Returns each with its outputs and the features that the head reads.
 
         Outputs and features are empty where no row is wanted. `fuse`: whether the inputs' hidden
-        states are the target's. `head`: what runs in the pass, if there is one and no input has a
-        shortlist.
+        states are the target's.
         """
         groups: dict[Shortlist | None, list[EagleInput]] = {}  # of one router: one pass
         for rows in inputs:
@@ -240,10 +232,12 @@ class EagleDrafter(FeatureDrafter):
                 self.passes.write_keys(batch, hidden, fuse)
                 results += [(rows, hidden[:0], hidden[:0]) for rows in group]
                 continue
-            route = None if shared is None else shared.route
-            outputs = self.passes.run(batch, hidden, route, fuse, head)
-            self._keep_probs(group, outputs.ranked)
-            if shared is not None:
+            head = Head(self._norm_feature, shared, self.tokens, rank)
+            scorers = [rows.state.scorer for rows in group]
+            outputs = self.passes.run(batch, hidden, head, scorers, fuse)
+            if outputs.finished:
+                self._keep_probs(group, outputs)
+            elif shared is not None:
                 self._choose_clusters(shared, group, outputs.scores)
             sizes = [part.rows for part in batch.parts]
             out = outputs.normed if self._norm_output else outputs.stream
@@ -256,18 +250,24 @@ class EagleDrafter(FeatureDrafter):
             )
         return results
 
-    def _keep_probs(self, group: Sequence[EagleInput], ranked: RankedRows | None) -> None:
+    def _keep_probs(self, group: Sequence[EagleInput], outputs: Outputs) -> None:
         """Divide a pass's distributions among its inputs' states."""
+        wanted = sum(part.wanted for _, part, _ in group)
+        probs, likeliest = outputs.finished
+        ranked = ranked_rows(probs[:wanted], likeliest[:wanted])
         first = 0
-        for state, part, _ in group:
+        for number, (state, part, _) in enumerate(group):
             rows = slice(first, first + part.wanted)
             first = rows.stop
-            state.probs = None
-            if part.wanted and ranked is not None:
-                values, likeliest = ranked.part(rows)
-                state.probs = DraftProbs(values, self.tokens, self.vocab_size, likeliest=likeliest)
-                state.used.calls += 1
-                state.used.tokens += values.shape[1]
+            if not part.wanted:
+                continue
+            values, likeliest_of_state, scored = ranked.part(rows)
+            tokens = self.tokens if outputs.columns is None else outputs.columns[number]
+            state.probs = DraftProbs(values, tokens, self.vocab_size, likeliest=likeliest_of_state)
+            if isinstance(part, Chain):
+                state.root_probs = state.probs
+            state.used.calls += 1
+            state.used.tokens += scored[0]
 
     def _choose_clusters(
         self, shared: Shortlist, group: Sequence[EagleInput], scores: torch.Tensor | None
@@ -280,32 +280,31 @@ class EagleDrafter(FeatureDrafter):
                 began = perf_counter()
                 state.clusters = shared.none
                 if scores is not None:
-                    state.clusters = shared.choose(scores[first:last])
+                    (state.clusters,) = shared.choose(scores[first:last])
                 if isinstance(part, Chain):
                     state.root_clusters = state.clusters
                 state.used.seconds += perf_counter() - began
             first = last
 
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
+        if isinstance(self.passes, TorchPasses):
+            return [
+                request.state.probs.at(request.context.draft_temperature) for request in requests
+            ]
         probs = dict[int, DraftProbs]()
-        left = list[int]()  # the requests whose passes have no head in them
-        for number, request in enumerate(requests):
-            if request.state.probs is None:
-                left.append(number)
-            else:
-                probs[number] = request.state.probs
-        states = [requests[number].state for number in left]
-        features = [
-            requests[number].state.feature[-len(requests[number].nodes) :] for number in left
-        ]
+        states = [request.state for request in requests]
+        features = [request.state.feature[-len(request.nodes) :] for request in requests]
         clusters = [state.clusters for state in states]
-        for scored in score(states, features, clusters, self.passes):
-            number = left[scored.number]
-            temperature = requests[number].context.draft_temperature
-            values = probs_of(scored.logits, temperature)
-            tokens = self.tokens if scored.tokens is None else scored.tokens
+        for number, logits, tokens in score(states, features, clusters, self.passes):
+            values = probs_of(logits, requests[number].context.draft_temperature)
+            tokens = self.tokens if tokens is None else tokens
             probs[number] = DraftProbs(values, tokens, self.vocab_size)
         return [probs[number] for number in range(len(requests))]
+
+
+def rank(scored: ScoredRows) -> Sequence[torch.Tensor]:
+    """Return the distributions of a pass's wanted rows, and their likeliest tokens."""
+    return rank_tokens(scored.logits, scored.columns, scored.sequence)
 
 
 def eagle_drafter(

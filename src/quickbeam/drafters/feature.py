@@ -127,11 +127,19 @@ class FeatureState(DrafterState):
 
 
 class FeatureDrafter(Drafter):
-    """A drafter that reads the target's hidden states. `kind`: the class of its states."""
+    """A drafter that reads the target's hidden states.
+
+    `kind`: the class of its states. `passes`: run its network.
+    """
 
     needs_hidden = True
     pool: Pool
     kind: type[Any]
+    passes: NativePasses | TorchPasses
+
+    @property
+    def scores_in_passes(self) -> bool:
+        return isinstance(self.passes, TorchPasses)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> Any:
         state = None if shortlist is None else shortlist.begin(ids)
@@ -168,7 +176,7 @@ def in_chunks(
         yield chunk
 
 
-class ScoredRows(NamedTuple):
+class ScoredState(NamedTuple):
     """The logits of one state's rows.
 
     - `number`: the state's index in the arguments of `score`.
@@ -185,8 +193,8 @@ def score(
     states: Sequence[FeatureState],
     features: Sequence[torch.Tensor],
     clusters: Sequence[torch.Tensor | None],
-    passes: NativePasses | TorchPasses,
-) -> Iterator[ScoredRows]:
+    passes: NativePasses,
+) -> Iterator[ScoredState]:
     """Yield the logits of all states' `features` `[n, d]`, in any order.
 
     The sequences without a shortlist share one product, with the whole head of `passes`. The
@@ -217,7 +225,7 @@ def score(
             used.calls += 1
             used.tokens += count
             used.seconds += seconds
-            yield ScoredRows(number, part, tokens)
+            yield ScoredState(number, part, tokens)
 
 
 def choose_scorers(requests: Sequence[DraftRequest]) -> None:

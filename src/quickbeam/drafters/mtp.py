@@ -18,17 +18,17 @@ from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.drafters.folder import named_errors
 from quickbeam.drafters.network import DrafterParameters
-from quickbeam.drafters.passes import NativePasses
+from quickbeam.drafters.passes import NativePasses, TorchPasses
 from quickbeam.errors import InvalidInput, refuse_incomplete
-from quickbeam.hub.mtp import MTP, QWEN, MtpLayout, is_mtp, mtp_layout
+from quickbeam.hub.mtp import QWEN, MtpLayout, is_mtp, mtp_layout
 from quickbeam.models.base import Model
 from quickbeam.models.compile.compiled_stack import kv_shapes
-from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.families.reading import Config, linear
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.pages import PagePool
 from quickbeam.models.stack import NO_HEAD, HiddenInput, Norm, Stack
+from quickbeam.models.torch.network import LayerStack
 from quickbeam.models.weights.checkpoint import ModelConfig
 from quickbeam.models.weights.gguf.architecture import architecture_of
 from quickbeam.models.weights.gguf.checkpoint import GgufParameters
@@ -131,7 +131,7 @@ def mtp_parameters(
 
 def runs_mtp(model: Model) -> bool:
     """Whether a head can run beside `model`, without memory that its pages were given."""
-    return isinstance(model, NativeModel) and model.streamed is None
+    return model.streamed is None
 
 
 def load_mtp(
@@ -143,25 +143,26 @@ def load_mtp(
       output stands in for them after its norm. Otherwise both are taken before these norms. vLLM,
       SGLang and transformers take them after the norms for all families. For Qwen3.5 that accepts
       half as many tokens again (llama.cpp's pull request 24025, LightLLM's 1402).
-    - `weights`: as of `NativePasses`.
+    - `weights`: as of `NativePasses`, where the native kernels run the model.
 
-    Raises `InvalidInput` where there is none of a known layout, where the native kernels don't run
-    the model, and for an incomplete head.
+    Raises `InvalidInput` where there is none of a known layout, and for an incomplete head.
     """
     config = model.config
-    if not isinstance(model.pool, PagePool):
-        raise InvalidInput(
-            f"--drafter {MTP} needs the native kernels, and this model runs on "
-            f"{model.describe()}; name another drafter"
-        )
+    kernels = model.pool.kernels if isinstance(model.pool, PagePool) else None
     with named_errors(path):
         if path.suffix == ".gguf":
-            parameters, stack = _of_file(path, model, model.pool.kernels)
+            parameters, stack = _of_file(path, model, kernels)
         else:
             parameters, stack = _of_folder(path, model)
-    pool = PagePool(kv_shapes(stack), model.pool.kernels, None, model.dtype)
+        passes: NativePasses | TorchPasses
+        if kernels is None:
+            layers = LayerStack(parameters, stack, model.device, model.dtype)
+            passes = TorchPasses(layers, model.embedding, model.head, model)
+        else:
+            pool = PagePool(kv_shapes(stack), kernels, None, model.dtype)
+            passes = NativePasses(parameters, stack, pool, model.head, weights)
     return EagleDrafter(
-        NativePasses(parameters, stack, pool, model.head, weights),
+        passes,
         model,
         [config.num_hidden_layers + normed],
         norm_output=normed,
@@ -187,8 +188,8 @@ def _of_folder(folder: Path, model: Model) -> tuple[Parameters, Stack]:
     return mtp_parameters(files, named, layout, stack, first, embedding.detach()), stack
 
 
-def _of_file(path: Path, model: Model, kernels: Kernels) -> tuple[Parameters, Stack]:
-    """Return what `_of_folder` returns, from a `.gguf` file, whose blocks stay as they are."""
+def _of_file(path: Path, model: Model, kernels: Kernels | None) -> tuple[Parameters, Stack]:
+    """Return what `_of_folder` returns, from a `.gguf` file. With `kernels` blocks stay blocks."""
     file = GgufFile(path)
     layout = QWEN
     name, _ = architecture_of(file)

@@ -1,8 +1,9 @@
 """Passes of a drafter's stack, by the native kernels and by PyTorch's operators.
 
 Both have the same methods. `run` runs rows, `write_keys` computes of rows the keys and values
-alone. `logits` is the head, from rows `[n, d]` to `[n, draft vocabulary]`, and `pool` makes the
-caches of sequences.
+alone, and `pool` makes the caches of sequences. A pass in PyTorch scores tokens, too. The native
+kernels score them in calls of their own: `logits` is the head, from rows `[n, d]` to
+`[n, draft vocabulary]`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from quickbeam.drafters.folder import embed_scale
 from quickbeam.drafters.network import EMBEDDING, DrafterNetwork
 from quickbeam.drafters.shortlist.native import rows_format
-from quickbeam.models.base import Batch, Block, Model, RankedRows
+from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState, require_tokens
+from quickbeam.models.base import Batch, Block, Model
 from quickbeam.models.compile.compiled_stack import (
     CompiledStack,
     NativeLinear,
@@ -45,85 +48,136 @@ from quickbeam.models.native.quantised import (
 from quickbeam.models.stack import Stack
 from quickbeam.models.torch.attention import PassInputs, attention_on
 from quickbeam.models.torch.graphs import Passes, SideStream
-from quickbeam.models.torch.likeliest import rank_tokens, rows_of
-from quickbeam.models.torch.network import Embedding
+from quickbeam.models.torch.network import Embedding, LayerStack
 from quickbeam.models.torch.pages import RowPool
 from quickbeam.models.torch.rows import ListedRows, PassRows, list_pass, uncommitted
 from quickbeam.models.weights.parameters import Parameters, names
 
-Route = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""A router: of states `[n, width]` and embeddings `[n, d]` to scores `[n, clusters]` float32."""
+
+class ScoredRows(NamedTuple):
+    """The w wanted rows of a pass, as its head has scored them. All tensors are on the device.
+
+    - `feature`: what the head read, `[w, d]`.
+    - `logits`: `[w, s]`.
+    - `token`: of each row, `[w]`.
+    - `sequence`: the index of each row's sequence, `[w]`.
+    - `columns`: of each sequence, the token of each column, -1 where a column doesn't count,
+      `[S, s]`. None: column i is token i.
+    """
+
+    feature: torch.Tensor
+    logits: torch.Tensor
+    token: torch.Tensor
+    sequence: torch.Tensor
+    columns: torch.Tensor | None
 
 
-class HeadInput(NamedTuple):
-    """What the head reads where it runs in a pass.
+Finish = Callable[[ScoredRows], Sequence[torch.Tensor]]
 
-    `normed`: it reads the normed stream. `tokens`: of its columns, `[s]`; None: column i is token
-    i.
+
+class Head(NamedTuple):
+    """What a pass scores after its wanted rows.
+
+    - `normed`: whether the head reads the normed stream.
+    - `shortlist`: what is scored of the target's vocabulary; None: all that the head has.
+    - `tokens`: of the columns of a head of its own, `[s]`; None: column i is token i.
+    - `finish`: what a pass in PyTorch makes of the logits. It reads nothing from the device.
+    - `inputs`: of the rows' tokens `[n]`, what the rows read, `[n, width]`; None: they read states
+      that are given.
     """
 
     normed: bool
+    shortlist: Shortlist | None
     tokens: torch.Tensor | None
+    finish: Finish
+    inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class Outputs(NamedTuple):
     """What a pass gives.
 
-    `stream`, `normed`: the residual stream behind the last layer, and behind its norm, `[rows, d]`
-    each. `scores`: the router's of the wanted rows, `[wanted, clusters]`; None without a router.
-    `ranked`: the distributions of the wanted rows; None where the head doesn't run in the pass.
+    - `stream`, `normed`: the residual stream behind the last layer, and behind its norm,
+      `[rows, d]` each.
+    - `scores`: the router's of the wanted rows, `[wanted, clusters]`; None without a router. The
+      native kernels give them alone, and score tokens in calls of their own.
+    - `columns`: with a shortlist, of each part the token of each column; 0 where a column doesn't
+      count. `finished`: what `Head.finish` returned. A pass in PyTorch gives both, with padding.
     """
 
     stream: torch.Tensor
     normed: torch.Tensor
     scores: torch.Tensor | None = None
-    ranked: RankedRows | None = None
+    columns: torch.Tensor | None = None
+    finished: Sequence[torch.Tensor] = ()
 
 
 class TorchPasses:
-    """A `network` on any device: the reference.
+    """A drafter's `layers` on any device: the reference.
 
-    On CUDA each pass is one graph. A router runs in it beside the layers, on a second stream.
+    On CUDA each pass is one graph, with the head in it. A router runs in it beside the layers, on a
+    second stream. `embedding`: from tokens to what rows read. `head`: from rows to logits. `model`:
+    the target.
     """
 
-    def __init__(self, network: DrafterNetwork, model: Model) -> None:
-        self.network, self.layers = network, network.layers_in_torch()
-        assert network.stack.hidden_input is not None
-        self._reads_tokens = network.stack.hidden_input.reads_tokens
-        self.pool = RowPool(kv_shapes(network.stack), model.dtype, model.device)
+    def __init__(self, layers: LayerStack, embedding: Any, head: Any, model: Model) -> None:
+        self.layers = layers
+        self.embedding = embedding
+        self.head = head
+        assert layers.stack.hidden_input is not None
+        self._reads_tokens = layers.stack.hidden_input.reads_tokens
+        self.pool = RowPool(kv_shapes(layers.stack), model.dtype, model.device)
         self._attend = attention_on(model.device)
         self._running = Passes(self._compute, self.pool)
         self._writing = Passes(self._compute_keys, self.pool)
         self._side = SideStream(model.device) if self._running.padding() else None
-        self.logits = network.head
+        self.vocab_size = model.vocab_size
 
     def run(
         self,
         batch: Batch,
-        hidden: torch.Tensor,
-        route: Route | None = None,
+        hidden: torch.Tensor | None,
+        head: Head,
+        scorers: Sequence[ShortlistState | None],
         fuse: bool = False,
-        head: HeadInput | None = None,
     ) -> Outputs:
-        """Run rows, which read the states `hidden` `[rows, width]`.
+        """Run rows, which read the states `hidden` `[rows, width]`, and score the wanted ones.
 
-        With `fuse`, these are made of the target's hidden states `[rows, aux_layers * d]`. `route`:
-        a router, which reads of the wanted rows what the first layer does. `head`: let the head run
-        in the pass, of which the host then gets the likeliest tokens.
+        With `fuse`, these states are made of the target's hidden states `[rows, aux_layers * d]`.
+        `hidden` is None where `head` makes the states. `scorers`: what is scored for each part.
+        Raises `ValueError` where that is nothing.
         """
-        results = self._running.run(self._listed(batch), [hidden], (route, fuse, head))
-        stream, normed = (rows[: batch.rows] for rows in results[:2])
-        scores, probs, likeliest = (rows[: len(batch.wanted)] for rows in results[2:])
+        listed = self._listed(batch)
+        context = self._contexts(head, scorers)
+        if hidden is None:
+            hidden = torch.empty(0, 0, device=self.pool.device)
+        results = self._running.run(listed, [hidden, context], (fuse, head))
+        stream, normed, columns, *finished = results
         return Outputs(
-            stream,
-            normed,
-            scores=None if route is None else scores,
-            ranked=None if head is None else RankedRows(probs, rows_of(likeliest)),
+            stream[: batch.rows],
+            normed[: batch.rows],
+            columns=None if head.shortlist is None else columns,
+            finished=finished,
         )
 
     def write_keys(self, batch: Batch, hidden: torch.Tensor, fuse: bool = False) -> None:
         """Write keys and values of rows that read `hidden`. They are not committed yet."""
         self._writing.run(self._listed(batch), [hidden], (fuse,))
+
+    def _contexts(self, head: Head, scorers: Sequence[ShortlistState | None]) -> torch.Tensor:
+        """Return the tokens of each part's context, `[parts, m]`, -1 for padding.
+
+        Where sizes of passes are rounded up, m is the most that a context may have, or 0.
+        """
+        none = torch.empty(0, dtype=torch.int64, device=self.pool.device)
+        tokens = [none if scorer is None else scorer.context_tokens for scorer in scorers]
+        longest = max(map(len, tokens))
+        if shortlist := head.shortlist:
+            always = shortlist.layout.frequent + shortlist.chosen
+            require_tokens(always + min(map(len, tokens)))
+            if longest and self._running.padding():
+                assert shortlist.window is not None
+                longest = shortlist.window
+        return torch.stack([F.pad(row, (0, longest - len(row)), value=-1) for row in tokens])
 
     # Nothing below reads from the device or depends on its numbers: they are parts of graphs.
 
@@ -131,29 +185,71 @@ class TorchPasses:
         self,
         rows: PassRows,
         hidden: torch.Tensor,
-        route: Route | None,
+        context: torch.Tensor,
         fuse: bool,
-        head: HeadInput | None,
+        head: Head,
     ) -> Sequence[torch.Tensor]:
+        if head.inputs is not None:
+            hidden = head.inputs(rows.tokens)
         states = self.layers.fuse(hidden) if fuse else hidden.float()
         embedded = self._embedded(rows)
-        scores = states.new_empty(0)
-        if route is not None:
-            assert embedded is not None
+        columns = None if head.tokens is None else head.tokens.expand(len(rows.pages), -1)
+        if head.shortlist is not None:
             with nullcontext() if self._side is None else self._side.fork():
-                scores = route(states[rows.wanted], embedded[rows.wanted])
+                columns = self._columns(head.shortlist, rows, states, embedded, context)
         stream = self.layers.drafter_stream(embedded, states, self._inputs(rows))
         normed = self.layers.norm(stream)
-        if route is not None and self._side is not None:
+        if head.shortlist is not None and self._side is not None:
             self._side.join()
         stream = stream.to(self.pool.dtype)
         normed = normed.to(self.pool.dtype)
-        probs = states.new_empty(0)
-        likeliest = states.new_empty(0, dtype=torch.int32)
-        if head is not None:
-            read = normed if head.normed else stream
-            probs, likeliest = rank_tokens(self.logits(read[rows.wanted]), head.tokens)
-        return stream, normed, scores, probs, likeliest
+        feature = (normed if head.normed else stream)[rows.wanted]
+        sequence = rows.sequence[rows.wanted]
+        scored = ScoredRows(
+            feature=feature,
+            logits=self._logits(head, feature, columns, sequence),
+            token=rows.tokens[rows.wanted],
+            sequence=sequence,
+            columns=columns,
+        )
+        tokens = sequence.new_empty(0)
+        if head.shortlist is not None and columns is not None:
+            tokens = columns.clamp(min=0)
+        return stream, normed, tokens, *head.finish(scored)
+
+    def _columns(
+        self,
+        shortlist: Shortlist,
+        rows: PassRows,
+        states: torch.Tensor,
+        embedded: torch.Tensor | None,
+        context: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return `ScoredRows.columns` of a shortlist, whose router chooses clusters."""
+        count = len(rows.pages)
+        clusters = rows.pages.new_empty(count, 0)
+        if shortlist.route is not None:
+            assert embedded is not None
+            wanted = rows.wanted
+            scores = shortlist.route(states[wanted], embedded[wanted])
+            number = torch.arange(count, device=wanted.device)
+            owned = (rows.sequence[wanted] == number[:, None]) & (wanted >= 0)
+            clusters = shortlist.choose(scores, owned.float())
+        assert shortlist.in_torch is not None
+        return shortlist.in_torch.columns(clusters, context[:count])
+
+    def _logits(
+        self,
+        head: Head,
+        feature: torch.Tensor,
+        columns: torch.Tensor | None,
+        sequence: torch.Tensor,
+    ) -> torch.Tensor:
+        if head.shortlist is not None:
+            assert head.shortlist.in_torch is not None and columns is not None
+            return head.shortlist.in_torch.logits(feature, columns, sequence)
+        logits: torch.Tensor = self.head(feature)
+        return logits if head.tokens is not None else logits[:, : self.vocab_size]
 
     def _compute_keys(
         self, rows: PassRows, hidden: torch.Tensor, fuse: bool
@@ -174,7 +270,7 @@ class TorchPasses:
     def _embedded(self, rows: PassRows) -> torch.Tensor | None:
         if not self._reads_tokens:
             return None
-        embedded: torch.Tensor = self.network.embedding(rows.tokens)
+        embedded: torch.Tensor = self.embedding(rows.tokens)
         return embedded
 
     def _inputs(self, rows: PassRows) -> PassInputs:
@@ -225,18 +321,18 @@ class NativePasses:
         self,
         batch: Batch,
         hidden: torch.Tensor,
-        route: Route | None = None,
+        head: Head | None = None,
+        scorers: Sequence[ShortlistState | None] = (),
         fuse: bool = False,
-        head: HeadInput | None = None,
     ) -> Outputs:
-        """See `TorchPasses.run`. The head never runs in the pass."""
+        """See `TorchPasses.run`. The pass scores nothing but the clusters of a router."""
         states = self._states(hidden, fuse)
         outputs = self.run_rows(list_rows(batch), states)
-        if route is None:
+        if head is None or head.shortlist is None or head.shortlist.route is None:
             return outputs
         wanted, tokens = batch.wanted, torch.tensor(batch.tokens)
         embedded = self._compiled.embedding(tokens[wanted])
-        return outputs._replace(scores=route(states[wanted], embedded))
+        return outputs._replace(scores=head.shortlist.route(states[wanted], embedded))
 
     def run_rows(self, rows: RowList, states: torch.Tensor) -> Outputs:
         """Run rows that are listed."""
@@ -311,7 +407,7 @@ def passes_of(
     `weights`: their format (`NativePasses`).
     """
     if kernels is None or not _fits_kernels(network, model):
-        return TorchPasses(network, model)
+        return TorchPasses(network.layers_in_torch(), network.embedding, network.head, model)
     parameters = network.parameters_of_stack(model.dtype)
     stack = network.stack
     if stack.embedding:

@@ -57,7 +57,7 @@ def make_shortlist(
     return Shortlist(
         head_rows(model.head, model),
         parts.layout,
-        kernels,
+        None if drafter.scores_in_passes else kernels,
         router=parts.router,
         chosen=parts.chosen,
         window=parts.window,

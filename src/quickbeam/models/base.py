@@ -98,20 +98,19 @@ class Draft(NamedTuple):
 class Block(NamedTuple):
     """`rows` rows behind a sequence's committed tokens, which see these, and one another.
 
-    The rows are at the positions that follow the committed tokens, and are no tokens. In a layer
-    that is not `bidirectional`, a row sees of the other rows only those before it.
+    The rows are at the positions that follow the committed tokens. They are of the token `anchor`
+    and of no others. In a layer that is not `bidirectional`, a row sees of the other rows only
+    those before it. `wanted`: how many of the last rows need logits after them.
     """
 
     cache: SequenceCache
     rows: int
+    anchor: int
+    wanted: int
 
     @property
     def tokens(self) -> Sequence[int]:
-        return [0] * self.rows
-
-    @property
-    def wanted(self) -> int:
-        return 0
+        return [self.anchor] * self.rows
 
 
 Part = Chain | Draft | Block
@@ -150,15 +149,17 @@ class Batch:
 class RankedRows(NamedTuple):
     """The distributions of a pass's rows, at temperature 1.
 
-    `probs`: `[wanted, s]` float32, of the first s tokens, on the model's device. `likeliest`: of
-    each row, the likeliest tokens and their probabilities, on the host.
+    `probs`: `[wanted, s]` float32, of the s tokens that are scored, on the model's device.
+    `likeliest`: of each row, the likeliest tokens and their probabilities, on the host. `scored`:
+    of each row, how many tokens are scored.
     """
 
     probs: torch.Tensor
     likeliest: Sequence[Row]
+    scored: Sequence[int]
 
     def part(self, rows: slice) -> RankedRows:
-        return RankedRows(self.probs[rows], self.likeliest[rows])
+        return RankedRows(self.probs[rows], self.likeliest[rows], self.scored[rows])
 
 
 class Passed(NamedTuple):

@@ -6,29 +6,23 @@ This is the frequent block, clusters that a router chose, and tokens of the cont
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from quickbeam.drafters.folder import UNREADABLE, write_folder
 from quickbeam.drafters.shortlist.layout import Layout, Scores, require_distinct
 from quickbeam.drafters.shortlist.native import NativeHead, NativeRows, Prepared, rows_format
 from quickbeam.drafters.shortlist.router import NativeRouter, Router, RouterConfig
+from quickbeam.drafters.shortlist.torch_head import TorchHead
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import inference
 from quickbeam.models.native.library import Kernels
-
-if TYPE_CHECKING:
-    from quickbeam.drafters.shortlist.fused import FusedHead
 
 TENSORS = "shortlist.safetensors"
 FIELDS = "shortlist.json"
@@ -102,14 +96,14 @@ class Shortlist:
     - `layout`: the frequent block and the clusters. With `Layout.nothing` and no router only the
       context is scored, which must then hold a token.
     - `kernels`: score a bfloat16 head on a CPU, from a copy in 8 bits (`rows_format`). None:
-      PyTorch does. On CUDA one Triton kernel scores all blocks where Triton is installed
-      (`fused.py`).
+      PyTorch does (`torch_head.py`).
     - `router`: chooses the `chosen` clusters of a call. Without one no cluster is scored.
     - `window`: the most tokens of the context that are scored; None: none are.
 
-    A drafter runs `route`, the router, in each call, gives its scores to `choose`, and has
-    `ShortlistState.score` compute logits. Nothing here looks at what is drawn later, so the
-    shortlist is known before any token is drawn from it.
+    A drafter runs `route`, the router, in each call, and gives its scores to `choose`. Then
+    `ShortlistState.score` computes logits. A pass in PyTorch does the same for all of its sequences
+    (`TorchPasses`). Nothing here looks at what is drawn later, so the shortlist is known before any
+    token is drawn from it.
     """
 
     def __init__(
@@ -125,10 +119,10 @@ class Shortlist:
         self.layout = layout
         self.chosen = min(chosen, layout.clusters)
         self.weight = weight.detach()
-        self._window = window
+        self.window = window
         self._kernels = kernels if _fits_kernels(weight) else None
         self.native: NativeHead | None = None
-        self.fused: FusedHead | None = None
+        self.in_torch: TorchHead | None = None
         self.route: Router | NativeRouter | None = None
         if self._kernels is not None:
             self._format = rows_format(weight)
@@ -136,7 +130,7 @@ class Shortlist:
             if router is not None:
                 self.route = NativeRouter(router, self._kernels)
         else:
-            self.fused = _fused_for(self.weight, layout, self.chosen)
+            self.in_torch = TorchHead(self.weight, layout)
             if router is not None:
                 self.route = copy.deepcopy(router).to(weight.device, weight.dtype)
         self.none = torch.empty(0, dtype=torch.int64, device=weight.device)
@@ -145,32 +139,37 @@ class Shortlist:
         self.common = ShortlistState(self, None) if alone else None
         # entries behind those of the clusters, for absent and for frequent tokens, so that ABSENT
         # (-2) and FREQUENT (-1) are valid indices, too
-        self._cluster_of = layout.cluster_of.to(weight.device)
         inside = layout.cluster_of[layout.order[layout.frequent :]]
         self._sizes = torch.bincount(inside, minlength=layout.clusters + 2)
         self._frequent = frozenset(layout.order[: layout.frequent].tolist())
 
     def begin(self, ids: Sequence[int]) -> ShortlistState:
         """Return the state of a sequence that begins with the prompt `ids`."""
-        if self._window is None:
+        if self.window is None:
             return ShortlistState(self, None)
         rows = None
         if self._kernels is not None:
             rows = NativeRows(self.weight, self._kernels, self._format)
-        context = ContextTokens(self._window, self._frequent, rows, self.weight.device)
+        context = ContextTokens(self.window, self._frequent, rows, self.weight.device)
         context.extend(ids)
         return ShortlistState(self, context)
 
-    def choose(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the clusters of a call, `[k]` ascending, from the router's scores `[n, clusters]`.
+    def choose(self, scores: torch.Tensor, owned: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the clusters of each sequence, `[S, k]` ascending.
+
+        `scores`: the router's, `[n, clusters]`. `owned`: which of the n nodes are a sequence's,
+        `[S, n]`, 1 or 0; None: all are of one sequence.
 
         Each cluster is worth the sum of its probabilities (softmax over the clusters) in all nodes
-        of the call: that many of them are expected to need it. The best `chosen` are scored; a
-        score that is NaN has probability 0. So a call with few nodes has more room for each.
-        DynaSpec (2510.13847, §4.2) decays the number with a node's depth; no formula is published.
+        of a sequence's call: that many of them are expected to need it. The best `chosen` are
+        scored; a score that is NaN has probability 0. So a call with few nodes has more room for
+        each. DynaSpec (2510.13847, §4.2) decays the number with a node's depth; no formula is
+        published.
         """
+        if owned is None:
+            owned = scores.new_ones(1, len(scores))
         probs = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf).softmax(-1)
-        worth = probs.nan_to_num(0.0).sum(0)
+        worth = owned @ probs.nan_to_num(0.0)
         return worth.topk(self.chosen).indices.sort().values
 
     def prepare(self, clusters: torch.Tensor, context: torch.Tensor) -> tuple[Prepared, int]:
@@ -179,43 +178,27 @@ class Shortlist:
         `clusters`: `[k]`. `context`: `[m]`, the context's tokens. Raises `ValueError` where there
         is nothing to score.
         """
+        require_tokens(self.layout.frequent + len(clusters) + len(context))
+        if self.in_torch is not None:
+            (tokens,) = self.in_torch.columns(clusters[None], context[None])
+            return Prepared(NO_BLOCKS, tokens, None), int((tokens >= 0).sum())
+        assert self.native is not None
         count = self.layout.frequent + len(context)
         # the context's tokens that a cluster holds, too; it holds no frequent token
-        repeated = torch.zeros(len(context), dtype=torch.bool, device=context.device)
+        repeated = torch.zeros(len(context), dtype=torch.bool)
         if len(clusters):
-            clusters = clusters.cpu()  # where the layout's tables are
             is_scored = torch.zeros(len(self._sizes), dtype=torch.bool)
             is_scored[clusters] = True
-            repeated = is_scored.to(context.device)[self._cluster_of[context]]
+            repeated = is_scored[self.layout.cluster_of[context]]
             count += int(self._sizes[clusters].sum()) - int(repeated.sum())
-        if not count:
-            raise ValueError("the shortlist holds no token: begin it with a prompt")
-        return self._prepare(clusters, context, repeated), count
-
-    def _prepare(
-        self, clusters: torch.Tensor, context: torch.Tensor, repeated: torch.Tensor
-    ) -> Prepared:
-        if self.fused is not None:
-            bias = context.new_zeros(len(context), dtype=self.weight.dtype)
-            bias.masked_fill_(repeated, -torch.inf)
-            return Prepared(NO_BLOCKS, context, bias)
-        if self.native is None:
-            in_layout = self.layout.scored(clusters).to(context.device)
-            return Prepared(NO_BLOCKS, torch.cat([in_layout, context[~repeated]]), None)
         prepared = self.native.prepare(clusters) if len(clusters) else self.native.only_frequent
-        if not len(context):
-            return prepared
-        bias = torch.zeros(len(context)).masked_fill_(repeated, -torch.inf)
-        return Prepared(prepared.blocks, torch.cat([prepared.tokens, context]), bias)
+        if len(context):
+            bias = torch.zeros(len(context)).masked_fill_(repeated, -torch.inf)
+            prepared = Prepared(prepared.blocks, torch.cat([prepared.tokens, context]), bias)
+        return prepared, count
 
-    def score(
-        self,
-        feature: torch.Tensor,
-        clusters: torch.Tensor,
-        prepared: Prepared,
-        rows: NativeRows | None,
-    ) -> Scores:
-        """Return the logits of what was prepared for `clusters`.
+    def score(self, feature: torch.Tensor, prepared: Prepared, rows: NativeRows | None) -> Scores:
+        """Return the logits of what was prepared.
 
         `feature`: `[n, d]`, what the head reads of the nodes. `rows`: where the native kernels keep
         the context's rows, if there is a context.
@@ -223,13 +206,10 @@ class Shortlist:
         tokens = prepared.tokens
         if self.native is not None:
             return Scores(self.native.score(feature, prepared, rows), tokens)
-        if self.fused is None:
-            return Scores(F.linear(feature, self.weight[tokens]), tokens)
-        scores = self.fused(feature, clusters)
-        if not len(tokens):
-            return scores
-        of_context = F.linear(feature, self.weight[tokens], prepared.bias)
-        return Scores(torch.cat([scores.logits, of_context], 1), torch.cat([scores.tokens, tokens]))
+        assert self.in_torch is not None
+        sequence = tokens.new_zeros(len(feature))
+        logits = self.in_torch.logits(feature, tokens[None], sequence)
+        return Scores(logits, tokens.clamp(min=0))
 
 
 class ShortlistState:
@@ -255,6 +235,11 @@ class ShortlistState:
         if self.context is not None:
             self.context.extend(tokens)
 
+    @property
+    def context_tokens(self) -> torch.Tensor:
+        """The tokens of its context, `[m]`."""
+        return self.shared.none if self.context is None else self.context.tokens
+
     @inference
     def score(self, feature: torch.Tensor, clusters: torch.Tensor) -> Scores:
         """Return the logits of all nodes of a call for the whole shortlist.
@@ -265,31 +250,22 @@ class ShortlistState:
         prepared = self._prepare(clusters)
         self.scored += self._count
         rows = None if self.context is None else self.context.rows
-        return self.shared.score(feature, clusters, prepared, rows)
+        return self.shared.score(feature, prepared, rows)
 
     def _prepare(self, clusters: torch.Tensor) -> Prepared:
-        tokens = self.shared.none
-        version = 0
-        if self.context is not None:
-            tokens = self.context.tokens
-            version = self.context.version
+        version = 0 if self.context is None else self.context.version
         is_same = self._clusters is clusters and self._version == version
         if self._prepared is None or not is_same:
-            self._prepared, self._count = self.shared.prepare(clusters, tokens)
+            self._prepared, self._count = self.shared.prepare(clusters, self.context_tokens)
             self._clusters = clusters
             self._version = version
         return self._prepared
 
 
-def _fused_for(weight: torch.Tensor, layout: Layout, most: int) -> FusedHead | None:
-    """Return the kernel that copies no rows: on CUDA, or in Triton's interpreter."""
-    if weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return None
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from quickbeam.drafters.shortlist.fused import FusedHead  # Triton is imported only here
-
-    return FusedHead(weight, layout, most)
+def require_tokens(count: int) -> None:
+    """Raise `ValueError` where a shortlist has nothing to score: `count` tokens and clusters."""
+    if not count:
+        raise ValueError("the shortlist holds no token: begin it with a prompt")
 
 
 def _fits_kernels(weight: torch.Tensor) -> bool:

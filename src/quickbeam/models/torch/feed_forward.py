@@ -15,21 +15,31 @@ from quickbeam.models.torch.rows import PassRows
 GROUPED_PRODUCTS = ((9, 0), (10, 0))  # compute capabilities of GPUs with grouped products
 
 
-def activated(feed_forward: FeedForward, inner: torch.Tensor) -> torch.Tensor:
-    """Return the input of `down`, `[n, inner]`, for the output of `up`.
+def halves(
+    feed_forward: FeedForward, inner: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the gates and the rest of what `up` gives, `[n, inner]` each.
 
-    `inner`: `[n, inner]`, or `[n, 2 * inner]` if gated, the gates first.
+    `inner`: `[n, 2 * inner]`, the gates first. Without gates it is `[n, inner]`, and there is no
+    rest.
     """
+    if not feed_forward.gated:
+        return inner, None
+    gate, up = inner.chunk(2, -1)
+    return gate if feed_forward.gate_scale == 1 else gate * feed_forward.gate_scale, up
+
+
+def activated(
+    feed_forward: FeedForward, gate: torch.Tensor, up: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the input of `down`, `[n, inner]`, for the results of `halves`."""
     if feed_forward.activation == "clamped":
-        gate, up = inner.chunk(2, -1)
+        assert up is not None
         gate = gate.clamp(max=feed_forward.limit)
         up = up.clamp(-feed_forward.limit, feed_forward.limit)
         return (up + 1) * gate * (feed_forward.slope * gate).sigmoid()
-    activation = ACTIVATIONS[feed_forward.activation]
-    if not feed_forward.gated:
-        return activation(inner)
-    gate, up = inner.chunk(2, -1)
-    return activation(gate * feed_forward.gate_scale) * up
+    result = ACTIVATIONS[feed_forward.activation](gate)
+    return result if up is None else result * up
 
 
 class XieluLayer(nn.Module):
@@ -62,7 +72,12 @@ class FeedForwardLayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.up(x)
-        inner = activated(self.feed_forward, inner) if self.xielu is None else self.xielu(inner)
+        if self.xielu is not None:
+            inner = self.xielu(inner)
+        else:
+            gate, up = halves(self.feed_forward, inner)
+            # as a product of its own gives them: an activation's last bit depends on that
+            inner = activated(self.feed_forward, gate.contiguous(), up)
         result: torch.Tensor = self.down(inner) * self.feed_forward.factor
         return result
 
@@ -220,7 +235,7 @@ class ExpertsLayer(nn.Module):
         bias_index = sorted_expert.clamp(max=count - 1)
 
         inner = self.up(x[pair // top], bias_index, offsets)
-        inner = activated(self.first_expert, inner)
+        inner = activated(self.first_expert, *halves(self.first_expert, inner))
         results: torch.Tensor = self.down(inner, bias_index, offsets) * self.first_expert.factor
         results = results.masked_fill((sorted_expert == count)[:, None], 0.0)
 

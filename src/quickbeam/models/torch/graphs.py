@@ -15,6 +15,8 @@ from quickbeam.models.torch.rows import ListedRows, Padding, PassRows, PassSizes
 
 Compute = Callable[..., Sequence[torch.Tensor]]
 Options = tuple[Hashable, ...]
+# what a graph's operations depend on: sizes, the inputs' shapes without their rows, and options
+GraphKey = tuple[PassSizes, tuple[torch.Size, ...], Options]
 
 MOST_GRAPHS = 120  # enough for all sizes up to 65,536 tokens (`padded_sizes`)
 WARM_UPS = 2  # runs before a graph is captured, in which libraries set themselves up
@@ -34,16 +36,16 @@ class Captured(NamedTuple):
 class Graphs:
     """Runs passes as graphs. The operations of a pass depend on its sizes and options alone.
 
-    `compute(rows, *inputs, *options)` runs a pass. It gets `PassRows`, tensors with a row for each
-    of them, and options that select operations. A graph is captured at the first use of sizes and
-    options. All graphs share one pool of memory, and write their results to the same buffers. So
-    results are copied before the next graph runs.
+    `compute(rows, *inputs, *options)` runs a pass. It gets `PassRows`, tensors with as many rows,
+    and options that select operations. A graph is captured at the first use of sizes and options.
+    All graphs share one pool of memory, and write their results to the same buffers. So results
+    are copied before the next graph runs.
     """
 
     def __init__(self, compute: Compute, device: torch.device) -> None:
         self._compute = compute
         self._device = device
-        self._captured = OrderedDict[tuple[PassSizes, Options], Captured]()
+        self._captured = OrderedDict[GraphKey, Captured]()
         self._generation = 0
         self._buffers = list[torch.Tensor]()  # one for each result, as large as any size needs
         self._memory: Any = None
@@ -65,10 +67,10 @@ class Graphs:
         """Return copies of the results of `compute` for these rows.
 
         `generation`: that of the pool. Graphs of an earlier generation are deleted, since the
-        pool's tensors have been replaced. `inputs`: on the device, `[n, ...]` each. Rows of padding
-        have the inputs of an earlier call.
+        pool's tensors have been replaced. `inputs`: on the device, with at most n rows each. The
+        rows behind them have the inputs of an earlier call.
         """
-        key = listed.sizes, options
+        key = listed.sizes, tuple(rows.shape[1:] for rows in inputs), options
         if generation != self._generation:
             self.clear()
             self._generation = generation

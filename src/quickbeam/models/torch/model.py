@@ -16,7 +16,6 @@ from quickbeam.models.base import (
     Batch,
     Model,
     Passed,
-    RankedRows,
     check_layers,
     inference,
     split,
@@ -26,7 +25,7 @@ from quickbeam.models.stack import Stack
 from quickbeam.models.torch.attention import runs_triton
 from quickbeam.models.torch.cuda_settings import fix_sums
 from quickbeam.models.torch.graphs import Graphs
-from quickbeam.models.torch.likeliest import rank_tokens, rows_of
+from quickbeam.models.torch.likeliest import rank_tokens, ranked_rows
 from quickbeam.models.torch.network import Network
 from quickbeam.models.torch.noise import DrawnRows, draw, philox
 from quickbeam.models.torch.pages import RowPool
@@ -170,8 +169,9 @@ class TorchModel(Model):
         if self._watched:
             hidden = concatenated([result.hidden for result in results])
         if self._ranked:
-            likeliest = rows_of(concatenated([result.likeliest for result in results]))
-            ranked = RankedRows(concatenated([result.probs for result in results]), likeliest)
+            probs = concatenated([result.probs for result in results])
+            likeliest = concatenated([result.likeliest for result in results])
+            ranked = ranked_rows(probs, likeliest)
             return split(batch.parts, logits, hidden, best=None, ranked=ranked)
         if self.device.type == "cpu" and not self._draws_tokens:
             return split(batch.parts, logits, hidden, best=None)

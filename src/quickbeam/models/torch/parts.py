@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,13 +55,14 @@ class Product(nn.Module):
 class NormLayer(nn.Module):
     """An RMS norm or a layer norm over the last dimension, `[..., d]` to `[..., d]` float32.
 
-    A weight of several heads goes over the last two dimensions.
+    A weight of several heads goes over the last two dimensions. It is without the norm's `factor`.
     """
 
     def __init__(self, norm: Norm, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.epsilon = norm.epsilon
         self.centred = norm.centred
+        self.factor = norm.factor
         self.weight = weight
         self.bias = bias
 
@@ -73,6 +75,8 @@ class NormLayer(nn.Module):
         if self.weight is not None:
             of_heads = self.weight.numel() > x.shape[-1]
             x = x * (self.weight.view(x.shape[-2:]) if of_heads else self.weight)
+        if self.factor != 1:  # after the weight, as transformers has it
+            x = x * self.factor
         return x if self.bias is None else x + self.bias
 
 
@@ -139,7 +143,7 @@ class Reader:
         """Return a norm; where there is none, a module that changes nothing."""
         if norm is None:
             return nn.Identity()
-        weight = norm_weight(norm, self._parameters)
+        weight = norm_weight(replace(norm, factor=1.0), self._parameters)
         parameter = None if weight is None else constant(weight.to(self._device))
         return NormLayer(norm, parameter, self.optional_vector(norm.bias))
 

@@ -148,7 +148,7 @@ class PassRows:
     - `sequence`: the index of each row's sequence, `[n]`.
     - `committed`: how many keys each row sees in the pages of its sequence, `[n]`.
     - `seen`: how many keys each row sees in all, `[n]`; 0 for padding.
-    - `wanted`: the rows after which logits are wanted, `[w]`.
+    - `wanted`: the rows after which logits are wanted, `[w]`; -1, the last row, for padding.
     - `pages`: the sequences' pages, `[S, P]`.
     - `path`: the rows of the pool with the keys that a row sees behind those in pages, `[n, D]`.
     - `draws`: how tokens are drawn after the wanted rows, the bits of `Draws`, `[w, 3]`; `[0, 3]`
@@ -369,6 +369,7 @@ def list_pass(
     numbers = np.zeros(sizes.numbers, np.int64)
     arrays = views_of(numbers, sizes)
     arrays["tokens"][: len(tokens)] = tokens
+    arrays["wanted"][:] = -1
     arrays["wanted"][: len(wanted)] = wanted
     if draws is not None:
         arrays["draws"][: len(wanted)] = draws
