@@ -10,17 +10,20 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedModel
 
 from models import table, tiny
+from quantised import random_blocks
 from quickbeam.drafters.layouts import DFLASH, GGUF_IN_LAYER, GGUF_MODULES
 from quickbeam.models.weights.gguf.architecture import INTERLEAVED, INTERLEAVED_EXPERTS
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 288}
+# what blocks of 256 inputs need
+WHOLE_BLOCKS = dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=256, head_dim=64)
 TINY = table("gguf")
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet())]
 
 
-def model_of(architecture: str) -> PreTrainedModel:
+def model_of(architecture: str, **sizes: int) -> PreTrainedModel:
     config = copy.deepcopy(TINY[architecture])
-    for name, value in WIDE.items():
+    for name, value in (WIDE | sizes).items():
         setattr(config, name, value)
     if getattr(config, "query_pre_attn_scalar", None):
         config.query_pre_attn_scalar = config.head_dim = 16
@@ -354,6 +357,19 @@ def block_drafter(path, network, kind=None):
     return path
 
 
+def in_blocks(rows: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Rows in a format; random blocks, as wide as the rows, where the package can't make it."""
+    try:
+        return gguf.quantize(rows, kind)
+    except NotImplementedError:
+        *outer, inputs = rows.shape
+        seed = int(1000 * np.abs(rows).sum())
+        like = kind.name.lower(), rows.size // inputs, inputs, seed
+        width = gguf.dequantize(random_blocks(*like).data.numpy(), kind).std()
+        blocks = random_blocks(*like, factor=rows.std() / width)
+        return blocks.data.numpy().reshape(*outer, -1)
+
+
 def set_keys(writer: gguf.GGUFWriter, keys: dict) -> None:
     """Set keys, of the architecture where they begin otherwise than `tokenizer`. None: remove."""
     add = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
@@ -419,7 +435,7 @@ def write(
             if stored is None or rows.ndim < 2 or at.endswith(".bias"):
                 writer.add_tensor(at, rows)
             else:
-                writer.add_tensor(at, gguf.quantize(rows, stored), raw_dtype=stored)
+                writer.add_tensor(at, in_blocks(rows, stored), raw_dtype=stored)
     for own, data in dict(behind).items():
         writer.add_tensor(own, data)
     finish(writer)

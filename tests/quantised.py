@@ -6,18 +6,20 @@ of `int8` have one scale per output, those of `int4` (0 to 15) a scale and a low
 and group. The sum within a group is exact in float32; those of the groups are scaled and added one
 after the other, by `fused` operations.
 
-For `q4_k`, `q5_k` and `q6_k`, whose groups have whole numbers for scales and share a scale by
-eight, rows share one by eight groups, too. There a small group's numbers are finer by a power of
-two, and totals of groups are counted in 16 of the finest steps.
+For the formats of `ByEight`, whose groups have whole numbers for scales and share a scale by eight,
+rows share one by eight groups, too. There a small group's numbers are finer by a power of two, and
+totals are counted in 16 of the finest steps.
 """
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.native.quantised import GROUP, INT8, NOT_FINITE
+from quickbeam.models.native.library import FORMATS
+from quickbeam.models.native.quantised import GROUP, INT8, NOT_FINITE, BlockRows
 
 LEAST = 2.0**-100  # a group whose largest number is smaller counts as zeros
 LARGEST_HALF = 65504.0
@@ -26,6 +28,32 @@ LEVELS = (8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 15.5, 16.0, 17.0)
 # A tensor: PyTorch computes a number divided by a tensor as the number times the reciprocal, which
 # rounds twice.
 TOP = torch.tensor(127.0)
+
+
+# what the values of `iq4_nl` and `iq4_xs` stand for
+IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# where halves of float16 numbers stand in a block: scales, which must be finite
+HALVES = {"int4": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2)}
+HALVES |= {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)}
+
+
+def random_blocks(name, rows, inputs, seed=0, factor=1.0):
+    """Blocks of random bits, with scales of many sizes. `factor`: what these are taken times."""
+    of, random = FORMATS[name], np.random.default_rng(seed)
+    data = random.integers(0, 256, (rows * inputs // of.inputs, of.bytes), dtype=np.uint8)
+    scales = random.normal(0, 0.05, (len(data), 2)) * 2.0 ** random.integers(-6, 3, (len(data), 2))
+    scales *= factor
+    halves = scales.astype(np.float16).view(np.uint8)
+    if FORMATS[name].file_type is None:  # of checkpoints
+        data[:, :4] = scales[:, :1].astype(np.float32).view(np.uint8)
+        data[:, 4:][(data[:, 4:] & 127 == 127) & name.startswith("fp8")] = 126  # no NaN
+    elif name == "mxfp4":
+        data[:, 0] = random.integers(110, 125, len(data))
+        data[:3, 0] = 0, 1, 2  # numbers below the smallest normal one
+    else:
+        for i, at in enumerate(HALVES.get(name, (0,))):
+            data[:, at : at + 2] = halves[:, 2 * i : 2 * i + 2]
+    return BlockRows(torch.from_numpy(data.reshape(rows, -1)), name)
 
 
 class Quantised(NamedTuple):
@@ -156,13 +184,29 @@ class ByEight(NamedTuple):
 
     @classmethod
     def of(cls, rows):
-        """Take blocks of `q4_k`, `q5_k` or `q6_k` apart (`BlockRows`)."""
-        name, size = rows.name, {"q4_k": 144, "q5_k": 176, "q6_k": 210}[rows.name]
+        """Take blocks apart (`BlockRows`)."""
+        name, size = rows.name, FORMATS[rows.name].bytes
         data = rows.data.view(len(rows), -1, size)
 
         def half(at):
             return data[..., at : at + 2].contiguous().view(torch.float16)[..., 0].float()
 
+        if name == "iq4_xs":
+            values = data[..., 8:].unflatten(-1, (8, 16))
+            levels = torch.tensor(IQ4_NL)[torch.cat([values & 15, values >> 4], -1).long()]
+            low = torch.stack([data[..., 4:8] & 15, data[..., 4:8] >> 4], -1).flatten(2)
+            high = (data[..., 2:4, None] >> torch.arange(0, 8, 2) & 3).flatten(2)
+            return cls(levels, (low | high << 4).int() - 32, half(0))
+        if name == "q2_k":
+            values = two_bits(data[..., 16:80]).unflatten(2, (16, 16))
+            return cls(values, data[..., :16] & 15, half(80), data[..., :16] >> 4, half(82))
+        if name == "q3_k":
+            values = two_bits(data[..., 32:96])
+            values = values | (data[..., :32, None] >> torch.arange(8) & 1).mT.flatten(2) << 2
+            low = torch.cat([data[..., 96:104] & 15, data[..., 96:104] >> 4], -1)
+            high = data[..., 104:108, None] >> torch.arange(0, 8, 2) & 3
+            times = (low | high.mT.flatten(2) << 4).int() - 32
+            return cls(values.unflatten(2, (16, 16)).int() - 4, times, half(108))
         if name == "q6_k":
             low, high = data[..., :128].unflatten(-1, (2, 2, 32)), data[..., 128:192]
             high = high.unflatten(-1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6]).view(4, 1)
@@ -199,11 +243,19 @@ class ByEight(NamedTuple):
                 total = fused(sums * raised, self.times[:, i, k].float(), total)
             total = total * self.by[:, i]
             if self.lowest is not None:
-                counted = (rows.values[:, i].sum(2) * rows.raised[:, i] / 16).round()
+                raised = rows.raised[:, i].repeat_interleave(pieces, 1)
+                counted = (parts.sum(2) * raised / 16).round()
                 lowest = counted @ self.lowest[:, i].float().T
                 total = fused(lowest, -16 * self.lowest_by[:, i], total)
             y = fused(total, rows.scales[:, i, None], y)
         return y
+
+
+def two_bits(data):
+    """Return values of 2 bits `[..., 256]` of bytes `[..., 64]`: each half of the bytes holds 128
+    values, the first 32 in its lowest bits."""
+    parts = data.unflatten(-1, (2, 1, 32)) >> torch.arange(0, 8, 2).view(4, 1) & 3
+    return parts.flatten(-3)
 
 
 def fused(a, b, c):

@@ -13,7 +13,7 @@ from transformers import GemmaTokenizer
 
 import gguf_files
 from cases import refuses
-from gguf_files import TINY, finish, metadata, model_of, say, write
+from gguf_files import TINY, WHOLE_BLOCKS, finish, metadata, model_of, say, write
 from quickbeam import LLM, SamplingParams
 from quickbeam.errors import InvalidInput
 from quickbeam.models.compile.native_model import NativeModel
@@ -211,10 +211,24 @@ def test_what_was_read_of_a_weight_does_not_stay_in_memory(mixed, tmp_path):
 )
 def test_drafts_change_no_answer_of_experts_and_convolutions(architecture, kinds, tmp_path):
     file = write(tmp_path / "tiny.gguf", architecture, model_of(architecture), kinds)
+    drafts_change_no_answer(file, "q8_0")
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_XS"])
+def test_drafts_change_no_answer_of_blocks_of_256_inputs(kind, tmp_path):
+    """Of an embedding, attention and experts."""
+    stored = gguf.GGMLQuantizationType[kind]
+    kinds = {"inp": None, "token_embd": stored, "attn": stored, "exps": stored}
+    model = model_of("qwen3moe", **WHOLE_BLOCKS)
+    drafts_change_no_answer(write(tmp_path / "tiny.gguf", "qwen3moe", model, kinds), kind.lower())
+
+
+def drafts_change_no_answer(file, name):
+    """`name`: a format that the line of statistics names."""
     assert rounded(file) < 0.3
     prompts = ["ab ab ab ab", "hello, hello", "x"]
     with LLM(str(file)) as llm:
-        assert llm.kernels.startswith("native") and "q8_0" in llm.kernels
+        assert llm.kernels.startswith("native") and name in llm.kernels
         for temperature in (0.0, 0.8):
             params = SamplingParams(max_tokens=12, temperature=temperature, seed=1, ignore_eos=True)
             plain = [one.token_ids for one in llm.generate(prompts, params, method="ar")]
@@ -296,9 +310,13 @@ def test_what_is_not_known_is_named(tmp_path):
     file = write(tmp_path / "m.gguf", "llama", model_of("llama"), MIXED)
     data = bytearray(file.read_bytes())
     at = data.index(b"blk.0.attn_k.weight") + len(b"blk.0.attn_k.weight") + 4 + 16
-    data[at : at + 4] = struct.pack("<I", 10)
+    data[at : at + 4] = struct.pack("<I", 21)
     file.write_bytes(data)
-    refuses(r"blk\.0\.attn_k\.weight is stored as Q2_K.*Q4_K_M", LLM, str(file))
+    refuses(
+        r"blk\.0\.attn_k\.weight is stored as IQ3_S, .*read are .*Q3_K.*such as Q4_K_M",
+        LLM,
+        str(file),
+    )
     writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
     metadata(writer, model_of("llama"))
     writer.add_float32("llama.attention.new_factor", 2.0)

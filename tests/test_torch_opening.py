@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from cases import few, refuses
 from checkpoints import rewrite
-from gguf_files import TINY, model_of, write
+from gguf_files import TINY, WHOLE_BLOCKS, model_of, write
 from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.native import library
 from quickbeam.models.opening import open_model
@@ -66,6 +66,7 @@ BLOCKS = {
     "gpt2": {"attn": "Q8_0", "ffn": "Q5_1", "token_embd": "Q8_0"},
     "gpt-oss": {"exps": "MXFP4", "attn_q": "Q8_0"},
     "qwen2moe": {"inp": None, "exps": "Q8_0", "shexp": "Q5_0"},
+    "qwen3moe": {"inp": None, "attn": "Q3_K", "exps": "IQ4_XS", "token_embd": "Q2_K"},
     "stablelm parallel": {"norm": None, "attn": "Q8_0", "ffn": "Q5_0"},
 }
 
@@ -78,7 +79,8 @@ def test_blocks_are_the_same_numbers_without_kernels(architecture, dtype, tmp_pa
     kinds = {
         part: kind and GGMLQuantizationType[kind] for part, kind in BLOCKS[architecture].items()
     }
-    file = write(tmp_path / "x.gguf", architecture, model_of(architecture), kinds)
+    model = model_of(architecture, **(WHOLE_BLOCKS if architecture == "qwen3moe" else {}))
+    file = write(tmp_path / "x.gguf", architecture, model, kinds)
     exact = GgufCheckpoint(file, torch.float32, library.kernels())
     widened = GgufCheckpoint(file, dtype, None)
     for name in names(exact.stack):

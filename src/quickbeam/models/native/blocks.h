@@ -27,6 +27,9 @@ inline FileBlock file_block(int32_t format) {  // {0, 0} for what no file holds
     case Q5_1: return {32, 24};
     case Q8_0: return {32, 34};
     case MXFP4: return {32, 17};
+    case IQ4_XS: return {256, 136};
+    case Q2_K: return {256, 84};
+    case Q3_K: return {256, 110};
     case Q4_K: return {256, 144};
     case Q5_K: return {256, 176};
     case Q6_K: return {256, 210};
@@ -50,6 +53,9 @@ static void values_of(int32_t format, const uint8_t* block, uint8_t* q) {
     case Q4_0:
     case IQ4_NL: halves(block + 2, 16); break;
     case INT4: halves(block + 4, 16); break;
+    case IQ4_XS:
+      for (int i = 0; i < 256; i += 32, q += 32) halves(block + 8 + i / 2, 16);
+      break;
     case MXFP4: halves(block + 1, 16); break;
     case Q5_0:
     case Q5_1:
@@ -61,6 +67,15 @@ static void values_of(int32_t format, const uint8_t* block, uint8_t* q) {
     case Q8_0:
       for (int i = 0; i < 32; ++i) q[i] = uint8_t(block[2 + i] ^ 128);
       break;
+    case Q2_K:
+    case Q3_K: {
+      const uint8_t* low = block + (format == Q2_K ? 16 : 32);
+      for (int i = 0; i < 256; ++i) {
+        q[i] = low[i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3;
+        if (format == Q3_K) q[i] = uint8_t(q[i] | (block[i % 32] >> i / 32 & 1) << 2);
+      }
+      break;
+    }
     case Q4_K:
     case Q5_K: {
       const uint8_t* low = block + (format == Q4_K ? 16 : 48);
@@ -112,42 +127,58 @@ static void put_scales(int32_t format, const uint8_t* block, uint8_t* scales, in
       std::memcpy(super + g / SUPER_GROUPS * 64 + 32 + lane * 2, block + 2, 2);
       break;
     }
+    case SUPER_16:
+      for (int64_t j = 0; j < 16; ++j) scales[(g + j / 2) * 32 + j % 2 * 16 + lane] = block[j];
+      std::memcpy(super + g / SUPER_GROUPS * 64 + lane * 2, block + 80, 2);
+      std::memcpy(super + g / SUPER_GROUPS * 64 + 32 + lane * 2, block + 82, 2);
+      break;
     case ZERO:
     case ZERO_4: scales[(groups + by - 1) / by * 64 + g / by * 16 + lane] = block[4]; [[fallthrough]];
     case FLOAT:
     case FLOAT_4: std::memcpy(scales + g / by * 64 + lane * 4, block, 4); break;
-    default:  // SIGNED
+    case SIGNED:  // 6 bits, less 32
       for (int64_t j = 0; j < 8; ++j) {
-        scales[(g + j) * 32 + lane] = block[192 + 2 * j];
-        scales[(g + j) * 32 + 16 + lane] = block[192 + 2 * j + 1];
+        const int low = block[4 + j / 2] >> j % 2 * 4 & 15, high = block[2 + j / 4] >> j % 4 * 2 & 3;
+        scales[(g + j) * 16 + lane] = uint8_t((low | high << 4) - 32);
       }
-      std::memcpy(super + g / SUPER_GROUPS * 32 + lane * 2, block + 208, 2);
+      std::memcpy(scales + groups * 16 + g / SUPER_GROUPS * 32 + lane * 2, block, 2);
+      break;
+    default: {  // SIGNED_16
+      const uint8_t* s = block + (format == Q3_K ? 96 : 192);
+      for (int64_t j = 0; j < 16; ++j) {  // of Q3_K 6 bits, less 32
+        const int low = j < 8 ? s[j] & 15 : s[j - 8] >> 4, high = s[8 + j % 4] >> j / 4 * 2 & 3;
+        scales[(g + j / 2) * 32 + j % 2 * 16 + lane] = uint8_t(format == Q3_K ? (low | high << 4) - 32 : s[j]);
+      }
+      std::memcpy(super + g / SUPER_GROUPS * 32 + lane * 2, block + (format == Q3_K ? 108 : 208), 2);
+    }
   }
 }
 
 // A group's values to those of output `lane`; `to`: of the group.
 static void put_values(int32_t bits, const uint8_t* q, uint8_t* to, int64_t lane) {
-  const auto put = [&](int64_t row, uint32_t four) { std::memcpy(to + row * 64 + lane * 4, &four, 4); };
   uint32_t of[8];
   std::memcpy(of, q, 32);
-  if (bits == 8) {
-    for (int64_t c = 0; c < 8; ++c) put(c, of[c]);
-    return;
+  for (int32_t n = 8, each = 1, from = 0; n > 0; n /= 2, each *= 2) {  // parts of n bits
+    if (!(bits & n)) continue;
+    const uint32_t mask = 0x01010101u * ((1u << n) - 1);
+    for (int32_t row = 0; row < n; ++row) {
+      uint32_t four = 0;
+      for (int32_t k = 0; k < each; ++k) four |= (of[row * each + k] >> from & mask) << k * n;
+      std::memcpy(to + (from + row) * 64 + lane * 4, &four, 4);
+    }
+    from += n;
   }
-  for (int64_t c = 0; c < 8; c += 2) put(c / 2, (of[c] & 0x0f0f0f0f) | (of[c + 1] & 0x0f0f0f0f) << 4);
-  uint32_t high[2] = {0, 0};
-  for (int c = 0; c < 8; ++c)
-    if (bits == 5) high[0] |= (of[c] >> 4 & 0x01010101) << c;
-    else high[c / 4] |= (of[c] >> 4 & 0x03030303) << c % 4 * 2;
-  for (int64_t row = 4; row < bits; ++row) put(row, high[row - 4]);
 }
 
 static uint8_t value_at(int32_t bits, const uint8_t* group, int64_t lane, int64_t i) {
-  const int64_t c = i / 4, at = lane * 4 + i % 4;
-  if (bits == 8) return group[c * 64 + at];
-  const int low = group[c / 2 * 64 + at] >> c % 2 * 4 & 15;
-  if (bits == 4) return uint8_t(low);
-  return uint8_t(low | (bits == 5 ? group[256 + at] >> c & 1 : group[256 + c / 4 * 64 + at] >> c % 4 * 2 & 3) << 4);
+  int value = 0;
+  for (int32_t n = 8, each = 1, from = 0; n > 0; n /= 2, each *= 2) {
+    if (!(bits & n)) continue;
+    const int64_t row = from + i / 4 / each, place = i / 4 % each;
+    value |= (group[row * 64 + lane * 4 + i % 4] >> place * n & ((1 << n) - 1)) << from;
+    from += n;
+  }
+  return uint8_t(value);
 }
 
 // The same of float8 numbers, which stand input by input.
@@ -190,24 +221,28 @@ static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t 
   for (int64_t g = 0; g < groups; ++g) {
     if (g % SUPER_GROUPS == 0) load_scales(of.scales, scales, groups, g, std::min(SUPER_GROUPS, groups - g), eight);
     const auto& own = eight.of[g % SUPER_GROUPS];
-    float by = 1.0f, plus = 0.0f, halves[2] = {1.0f, 1.0f};
-    if (of.scales == OUTPUT) by = reinterpret_cast<const float*>(scales)[lane];
-    else by = lane_of(of.scales == SIGNED ? eight.by : own.by);
-    if (of.scales == SIGNED) halves[0] = lane_of(own.by), halves[1] = lane_of(own.plus);
-    if (of.scales == PAIR || zeroed(of.scales)) plus = lane_of(own.plus);
-    if (of.scales == SUPER) by *= lane_of(eight.by), plus = lane_of(eight.lowest_by) / TOTAL_STEP * float(scales[g * 32 + 16 + lane]);
+    float by[2], plus[2] = {};  // of the two halves of the group
+    for (int half = 0; half < 2; ++half) {
+      const bool second = half == 1 && pieces_of(of.scales) == 2;
+      by[half] = of.scales == OUTPUT ? reinterpret_cast<const float*>(scales)[lane] : lane_of(second ? own.plus : own.by);
+      if (by_eight(of.scales)) by[half] *= lane_of(eight.by);
+      if (of.scales == PAIR || zeroed(of.scales)) plus[half] = lane_of(own.plus);
+      if (of.scales == SUPER) plus[half] = lane_of(eight.lowest_by) / TOTAL_STEP * float(scales[g * 32 + 16 + lane]);
+      if (of.scales == SUPER_16) plus[half] = lane_of(eight.lowest_by) / TOTAL_STEP * float(scales[g * 32 + half * 16 + lane] >> 4);
+    }
     for (int64_t i = 0; i < std::min(GROUP, inputs - g * GROUP); ++i) {
+      const int64_t half = i / 16;
       if (is_float8(of.scales)) {
-        to[g * GROUP + i] = by * float8(block[g * bytes + i * 16 + lane]);
+        to[g * GROUP + i] = by[half] * float8(block[g * bytes + i * 16 + lane]);
         continue;
       }
       const uint8_t q = value_at(of.bits, block + g * bytes, lane, i);
       if (zeroed(of.scales)) {
-        to[g * GROUP + i] = by * (float(q) - plus);
+        to[g * GROUP + i] = by[half] * (float(q) - plus[half]);
         continue;
       }
-      const float value = by * halves[i / 16] * float((of.table ? of.table[q] : q) - of.offset);
-      to[g * GROUP + i] = of.scales == PAIR || of.scales == SUPER ? value + plus : value;
+      const float value = by[half] * float((of.table ? of.table[q] : q) - of.offset);
+      to[g * GROUP + i] = of.scales == PAIR || has_whole_lowest(of.scales) ? value + plus[half] : value;
     }
   }
 }

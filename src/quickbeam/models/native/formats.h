@@ -4,9 +4,9 @@
 // [groups][bits * 64] bytes, and their scales. A value is a whole number of `bits` bits, without sign; a weight is
 // (value - offset) * scale, value * scale + lowest, or a number of a table times scale.
 //
-// Values of a group: 8 bits: [8][16][4], four inputs of each output. Fewer: [4][16][4], each byte the lowest four bits of an input's value
-// (low half) and of the fourth input behind it (high half); then the bits above: of 5 bits [16][4], whose bit c is that of input 4c and
-// those beside it; of 6 bits [2][16][4], likewise two bits each, of inputs 0 to 15 and 16 to 31.
+// Values of a group are in parts of 8, 4, 2 or 1 bits, the lowest first, as many as a value's bits add up to (5: 4 and 1). A part of n bits is
+// [n][16][4]: each byte has the bits of 8 / n inputs, the first lowest, every next input the fourth behind. So of 8 bits [8][16][4] are four
+// inputs of each output, and of 4 bits the first row holds inputs 0 to 3 in its low halves and inputs 4 to 7 in its high ones.
 #pragma once
 #include <type_traits>
 
@@ -25,17 +25,19 @@ namespace qb {
 // In the order of `library.FORMATS`. INT4 is Q4_1 of GGUF files, and those from Q4_0 to MXFP4 are named as there. The last are of checkpoints:
 // whole numbers of 4 and 8 bits, and float8 numbers (`float8.h`), with a scale for 32 or for 128 inputs.
 enum Format : int32_t {
-  BFLOAT16, INT8, INT4, FLOAT32, Q4_0, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, MXFP4,
+  BFLOAT16, INT8, INT4, FLOAT32, Q4_0, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
   W4_G32, W4_G128, W8_G32, W8_G128, FP8_G32, FP8_G128
 };
 
 // Scales, and lowest values where there are any. By group but for OUTPUT:
 //   OUTPUT: float [16] for all groups. HALF: half precision [16]. PAIR: half precision [2][16], scales and lowest values. EXPONENT: bytes
-//   [16], each the exponent of a power of two. SUPER: bytes [2][16], behind all of them, for every eight groups, half precision [2][16]: the
-//   products are scales and minus the lowest values. SIGNED: signed bytes [2][16], for the first and the second half of the group, behind
-//   them for every eight groups half precision [16], which they are taken times. ZERO: float [16], and behind all of them bytes [16], zero
-//   points: whole numbers that are taken from values first. FLOAT: float [16], of float8 numbers. ZERO_4, FLOAT_4: for every four groups.
-enum Scales : int32_t { NONE, OUTPUT, HALF, PAIR, EXPONENT, SUPER, SIGNED, ZERO, ZERO_4, FLOAT, FLOAT_4 };
+//   [16], each the exponent of a power of two. ZERO: float [16], and behind all of them bytes [16], zero points: whole numbers that are taken
+//   from values first. FLOAT: float [16], of float8 numbers. ZERO_4, FLOAT_4: for every four groups.
+// By eight groups: whole numbers, behind all of them half precision numbers for every eight groups, which they are taken times. A name in _16
+// has them for the first and for the second 16 inputs of the group.
+//   SUPER: bytes [2][16], scales and minus the lowest values, half precision [2][16]. SUPER_16: bytes [2][16], each a scale (low half) and a
+//   lowest value (high half). SIGNED: signed bytes [16], half precision [16]. SIGNED_16: signed bytes [2][16].
+enum Scales : int32_t { NONE, OUTPUT, HALF, PAIR, EXPONENT, SUPER, SUPER_16, SIGNED, SIGNED_16, ZERO, ZERO_4, FLOAT, FLOAT_4 };
 
 struct Layout {
   int32_t bits;
@@ -47,15 +49,22 @@ struct Layout {
 constexpr uint8_t IQ4_NL_TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 constexpr uint8_t MXFP4_TABLE[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 constexpr Layout LAYOUTS[] = {
-    {16, NONE, 0, nullptr},  {8, OUTPUT, 128, nullptr}, {4, PAIR, 0, nullptr},   {32, NONE, 0, nullptr},          {4, HALF, 8, nullptr},
-    {5, HALF, 16, nullptr},  {5, PAIR, 0, nullptr},     {8, HALF, 128, nullptr}, {4, SUPER, 0, nullptr},          {5, SUPER, 0, nullptr},
-    {6, SIGNED, 32, nullptr}, {4, HALF, 128, IQ4_NL_TABLE}, {4, EXPONENT, 128, MXFP4_TABLE},
-    {4, ZERO, 0, nullptr},   {4, ZERO_4, 0, nullptr},   {8, ZERO, 0, nullptr},   {8, ZERO_4, 0, nullptr},
-    {8, FLOAT, 0, nullptr},  {8, FLOAT_4, 0, nullptr}};
+    {16, NONE, 0, nullptr}, {8, OUTPUT, 128, nullptr}, {4, PAIR, 0, nullptr}, {32, NONE, 0, nullptr},
+    // from Q4_0 on
+    {4, HALF, 8, nullptr}, {5, HALF, 16, nullptr}, {5, PAIR, 0, nullptr}, {8, HALF, 128, nullptr},
+    // from Q2_K on
+    {2, SUPER_16, 0, nullptr}, {3, SIGNED_16, 4, nullptr}, {4, SUPER, 0, nullptr}, {5, SUPER, 0, nullptr}, {6, SIGNED_16, 32, nullptr},
+    // from IQ4_NL on
+    {4, HALF, 128, IQ4_NL_TABLE}, {4, SIGNED, 128, IQ4_NL_TABLE}, {4, EXPONENT, 128, MXFP4_TABLE},
+    // of checkpoints
+    {4, ZERO, 0, nullptr}, {4, ZERO_4, 0, nullptr}, {8, ZERO, 0, nullptr}, {8, ZERO_4, 0, nullptr}, {8, FLOAT, 0, nullptr}, {8, FLOAT_4, 0, nullptr}};
 
 constexpr int64_t SUPER_GROUPS = 8;  // that share a scale
 constexpr int64_t shared_by(Scales scales) { return scales == ZERO_4 || scales == FLOAT_4 ? 4 : 1; }
 constexpr bool zeroed(Scales scales) { return scales == ZERO || scales == ZERO_4; }
+constexpr bool has_whole_lowest(Scales scales) { return scales == SUPER || scales == SUPER_16; }
+constexpr bool by_eight(Scales scales) { return has_whole_lowest(scales) || scales == SIGNED || scales == SIGNED_16; }
+constexpr int pieces_of(Scales scales) { return scales == SUPER_16 || scales == SIGNED_16 ? 2 : 1; }  // of a group, with a scale each
 constexpr bool is_float8(Scales scales) { return scales == FLOAT || scales == FLOAT_4; }
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
@@ -67,8 +76,10 @@ inline int64_t scale_bytes(Scales scales, int64_t groups) {
     case HALF: return groups * 32;
     case PAIR: return groups * 64;
     case EXPONENT: return groups * 16;
-    case SUPER: return groups * 32 + super * 64;
-    case SIGNED: return groups * 32 + super * 32;
+    case SUPER:
+    case SUPER_16: return groups * 32 + super * 64;
+    case SIGNED: return groups * 16 + super * 32;
+    case SIGNED_16: return groups * 32 + super * 32;
     case ZERO:
     case ZERO_4: return shared * 80;
     case FLOAT:
@@ -100,10 +111,10 @@ constexpr int32_t FINEST = 7, TOTAL_STEP = 16;
 // The scales of eight groups that follow one another.
 struct Scales8 {
   struct {
-    Lanes by, plus;  // plus: lowest values of PAIR, zero points of ZERO. Of SUPER and SIGNED whole numbers: by, and plus of a group's second half
+    Lanes by, plus;  // plus: lowest values of PAIR, zero points of ZERO. By eight whole numbers: by, and plus of a group's second piece
   } of[SUPER_GROUPS];
-  WordPairs lowest[SUPER_GROUPS / 2];  // of SUPER, of two groups each
-  Lanes by, lowest_by;                 // what whole numbers are taken times; lowest values times TOTAL_STEP as well
+  Lanes by, lowest_by;             // what whole numbers are taken times; lowest values times TOTAL_STEP as well
+  WordPairs lowest[SUPER_GROUPS];  // two pieces each: of SUPER two groups, of SUPER_16 the two of a group
 };
 
 // Of `count` groups from g on; `scales`: behind the values of a block.
@@ -127,7 +138,21 @@ inline void load_scales(Scales kind, const uint8_t* scales, int64_t groups, int6
       for (int64_t i = 0; i < SUPER_GROUPS; ++i) to.of[i].by = load_numbers(own + i * 32);
       for (int64_t i = 0; i < SUPER_GROUPS; i += 2) to.lowest[i / 2] = load_word_pairs(own + i * 32 + 16, own + i * 32 + 48);
       break;
+    case SUPER_16:
+      super += g / SUPER_GROUPS * 64;
+      to.by = halves(super), to.lowest_by = mul(halves(super + 32), all(float(-TOTAL_STEP)));
+      for (int64_t i = 0; i < SUPER_GROUPS; ++i, own += 32) {
+        uint8_t scale[32], lowest[32];
+        for (int64_t k = 0; k < 32; ++k) scale[k] = own[k] & 15, lowest[k] = own[k] >> 4;
+        to.of[i] = {load_numbers(scale), load_numbers(scale + 16)};
+        to.lowest[i] = load_word_pairs(lowest, lowest + 16);
+      }
+      break;
     case SIGNED:
+      to.by = halves(scales + groups * 16 + g / SUPER_GROUPS * 32);
+      for (int64_t i = 0; i < SUPER_GROUPS; ++i) to.of[i].by = load_numbers(reinterpret_cast<const int8_t*>(scales + (g + i) * 16));
+      break;
+    case SIGNED_16:
       to.by = halves(super + g / SUPER_GROUPS * 32);
       for (int64_t i = 0; i < SUPER_GROUPS; ++i) {
         const int8_t* two = reinterpret_cast<const int8_t*>(own + i * 32);
@@ -156,26 +181,33 @@ QB_OF_ITS_OWN static void scales_of(Scales kind, const uint8_t* scales, int64_t 
 }
 
 // Products of values of `BITS` bits with scales of a KIND: OUTPUT, HALF (of a group, whatever holds it), PAIR (lowest values as well), ZERO
-// (zero points as well), SUPER or SIGNED. BY_EIGHT: rows are quantised by eight groups, so that these are added up before scales that they share. TABLE: values stand for numbers of a table.
+// (zero points as well), or those `by_eight`. BY_EIGHT: rows are quantised by eight groups, so that these are added up before scales that they
+// share. TABLE: values stand for numbers of a table.
 template <int BITS, Scales KIND, bool TABLE>
 struct Values {
-  static constexpr bool SMALL = BITS == 4 && !TABLE, TWO = BITS == 5 || BITS == 6;
+  static constexpr bool SMALL = BITS <= 4 && !TABLE, TWO = BITS == 5 || BITS == 6;
   static constexpr bool WIDE = BITS == 8 || TABLE;  // up to 255
-  static constexpr bool SCALED = KIND != OUTPUT, ADDS = KIND == PAIR || KIND == ZERO || KIND == SUPER, SCALED_TOTALS = KIND == PAIR;
-  static constexpr bool BY_EIGHT = KIND == SUPER || KIND == SIGNED;
-  static constexpr int PIECES = KIND == SIGNED ? 2 : 1;  // of a group, which are summed apart
+  static constexpr bool SCALED = KIND != OUTPUT, LOWEST = has_whole_lowest(KIND);
+  static constexpr bool ADDS = KIND == PAIR || KIND == ZERO || LOWEST, SCALED_TOTALS = KIND == PAIR;
+  static constexpr bool BY_EIGHT = by_eight(KIND);
+  static constexpr int PIECES = pieces_of(KIND);  // which are summed apart
+  static constexpr int LOW = BITS >= 8 ? 8 : BITS >= 4 ? 4 : 2, HIGH = BITS - LOW;  // the parts of values
   static constexpr int64_t GROUP_BYTES = BITS * 64;
   using Sums = std::conditional_t<SMALL, HalfSums, WholeSums>;
   using Value = std::conditional_t<SMALL || TWO, int8_t, WholeValue>;
 
-  template <int C>  // inputs 4 * C to 4 * C + 3
+  template <int C, int N, int FROM>  // of inputs 4 * C to 4 * C + 3 the part of N bits, which begins with bit FROM
+  static Bytes part(const uint8_t* w) {
+    return shifted<C % (8 / N) * N - FROM>(load_bytes(w + (FROM + C / (8 / N)) * 64), ((1 << N) - 1) << FROM);
+  }
+
+  template <int C>
   static Bytes four(const uint8_t* w, [[maybe_unused]] const uint8_t* table) {
     if constexpr (BITS == 8) return load_bytes(w + C * 64);
     else {
-      const Bytes low = shifted<C % 2 * 4>(load_bytes(w + C / 2 * 64), 15);
+      const Bytes low = part<C, LOW, 0>(w);
       if constexpr (TABLE) return looked_up(low, table);
-      else if constexpr (BITS == 5) return either(low, shifted<C - 4>(load_bytes(w + 256), 16));
-      else if constexpr (BITS == 6) return either(low, shifted<C % 4 * 2 - 4>(load_bytes(w + 256 + C / 4 * 64), 48));
+      else if constexpr (HIGH > 0) return either(low, part<C, HIGH, LOW>(w));
       else return low;
     }
   }
@@ -214,7 +246,7 @@ struct Values {
   template <class Scale>
   static Lanes plus_group(const Lanes& f, const Sums (&s)[PIECES], const Scale& scale, int32_t finer) {
     const Lanes sum = fused(raised(s[0], FINEST - finer), scale.by, f);
-    return KIND == SUPER ? sum : fused(raised(s[PIECES - 1], FINEST - finer), scale.plus, sum);
+    return PIECES == 1 ? sum : fused(raised(s[PIECES - 1], FINEST - finer), scale.plus, sum);
   }
 
   // A result so far, and what a group adds. `row`: the row's scale; `total`: the sum of its values, with lowest values times the scale.
@@ -227,13 +259,13 @@ struct Values {
     return KIND == PAIR ? fused(scale.plus, all(total), more) : more;
   }
 
-  // A result so far, and what eight groups add whose sums are `eight`. `totals`: of the groups' values, in TOTAL_STEPs.
+  // A result so far, and what eight groups add whose sums are `eight`. `totals`: of the values of their pieces, in TOTAL_STEPs.
   static Lanes plus_eight(const Lanes& f, const Lanes& eight, const Scales8& scale, float row, [[maybe_unused]] const int16_t* totals) {
     Lanes sum = mul(eight, scale.by);
-    if constexpr (KIND == SUPER) {
+    if constexpr (LOWEST) {
       WholeSums lowest;
       start(lowest, 0);
-      for (int64_t i = 0; i < SUPER_GROUPS; i += 2) lowest = dot_words(lowest, scale.lowest[i / 2], totals + i);
+      for (int64_t i = 0; i < SUPER_GROUPS * PIECES; i += 2) lowest = dot_words(lowest, scale.lowest[i / 2], totals + i);
       sum = fused(to_lanes(lowest), scale.lowest_by, sum);
     }
     return fused(sum, all(row), f);
@@ -248,11 +280,14 @@ static void with_values(const Layout& of, F f) {
   else if (zero_point) f(Values<4, ZERO, false>());
   else if (of.scales == OUTPUT) f(Values<8, OUTPUT, false>());
   else if (of.bits == 8) f(Values<8, HALF, false>());
-  else if (of.bits == 6) f(Values<6, SIGNED, false>());
+  else if (of.bits == 2) f(Values<2, SUPER_16, false>());
+  else if (of.bits == 3) f(Values<3, SIGNED_16, false>());
+  else if (of.bits == 6) f(Values<6, SIGNED_16, false>());
   else if (of.bits == 5 && super) f(Values<5, SUPER, false>());
   else if (super) f(Values<4, SUPER, false>());
   else if (of.bits == 5 && lowest) f(Values<5, PAIR, false>());
   else if (of.bits == 5) f(Values<5, HALF, false>());
+  else if (of.scales == SIGNED) f(Values<4, SIGNED, true>());
   else if (of.table) f(Values<4, HALF, true>());
   else if (lowest) f(Values<4, PAIR, false>());
   else f(Values<4, HALF, false>());

@@ -32,7 +32,7 @@ from quickbeam.models.native.choice import KernelRequest
 
 logger = logging.getLogger(__name__)
 
-VERSION = 25
+VERSION = 26
 EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, SELECTED, EXPERTS, RECUR = range(9)
 GATE, LATENT, REORDER, CONVOLVE = range(9, 13)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
@@ -68,18 +68,21 @@ FORMATS: dict[str, Format] = {  # by name
     "q5_0": Format(5, 32, 22, 6),
     "q5_1": Format(6, 32, 24, 7),
     "q8_0": Format(7, 32, 34, 8),
-    "q4_k": Format(8, 256, 144, 12),
-    "q5_k": Format(9, 256, 176, 13),
-    "q6_k": Format(10, 256, 210, 14),
-    "iq4_nl": Format(11, 32, 18, 20),
-    "mxfp4": Format(12, 32, 17, 39),
+    "q2_k": Format(8, 256, 84, 10),
+    "q3_k": Format(9, 256, 110, 11),
+    "q4_k": Format(10, 256, 144, 12),
+    "q5_k": Format(11, 256, 176, 13),
+    "q6_k": Format(12, 256, 210, 14),
+    "iq4_nl": Format(13, 32, 18, 20),
+    "iq4_xs": Format(14, 256, 136, 23),
+    "mxfp4": Format(15, 32, 17, 39),
     # of AWQ, GPTQ and compressed-tensors
-    "w4g32": Format(13, 32, 21),
-    "w4g128": Format(14, 128, 69),
-    "w8g32": Format(15, 32, 37),
-    "w8g128": Format(16, 128, 133),
-    "fp8g32": Format(17, 32, 36),
-    "fp8g128": Format(18, 128, 132),
+    "w4g32": Format(16, 32, 21),
+    "w4g128": Format(17, 128, 69),
+    "w8g32": Format(18, 32, 37),
+    "w8g128": Format(19, 128, 133),
+    "fp8g32": Format(20, 32, 36),
+    "fp8g128": Format(21, 128, 132),
 }
 
 

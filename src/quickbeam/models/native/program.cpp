@@ -630,7 +630,7 @@ class Worker {
 #endif
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-QB_API int64_t qb_version() { return 25; }
+QB_API int64_t qb_version() { return 26; }
 QB_API int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 QB_API int64_t qb_page() { return qb::PAGE; }
 

@@ -40,7 +40,7 @@ class QuantisedRows {
     groups = groups_of(inputs), kind_ = kind;
     const size_t all = size_t(rows * groups);
     values_.resize(all * size_t(GROUP)), scales_.resize(all), totals_.resize(all), starts_.resize(all * size_t(kind.pieces));
-    if (kind.span > 1) whole_totals_.resize(all), finer_.resize(all);
+    if (kind.span > 1) whole_totals_.resize(all * size_t(kind.pieces)), finer_.resize(all);
   }
 
   // A part: rows [first, first + count).
@@ -59,7 +59,7 @@ class QuantisedRows {
   }
 
   // From row `row` on, which is the first of a part: [groups][rows][32] values, [groups / span][rows] scales, [groups][rows] sums of values or
-  // [groups / span][rows][span] whole ones, [groups][rows] powers of two by which numbers are finer than the scale says, [groups][rows][pieces]
+  // [groups / span][rows][span][pieces] whole ones, [groups][rows] powers of two by which numbers are finer than the scale says, [groups][rows][pieces]
   // numbers that sums of products start from.
   template <class Value>
   const Value* values(int64_t row) const {
@@ -67,7 +67,7 @@ class QuantisedRows {
   }
   const float* scales(int64_t row) const { return scales_.data() + row * groups / kind_.span; }
   const float* totals(int64_t row) const { return totals_.data() + row * groups; }
-  const int16_t* whole_totals(int64_t row) const { return whole_totals_.data() + row * groups; }
+  const int16_t* whole_totals(int64_t row) const { return whole_totals_.data() + row * groups * kind_.pieces; }
   const int32_t* finer(int64_t row) const { return finer_.data() + row * groups; }
   const int32_t* starts(int64_t row) const { return starts_.data() + row * groups * kind_.pieces; }
 
@@ -98,15 +98,15 @@ class QuantisedRows {
       while (span > 1 && finer < FINEST && sizes[i] * float(2 << finer) <= largest) ++finer;
       const Lanes by = all(127.0f / largest * float(1 << finer));
       const Lanes a = used ? round_even(mul(load(x), by)) : zero(), b = used ? round_even(mul(load(x + 16), by)) : zero();
-      const float first = total(a), second = total(b);
+      const float halves[2] = {total(a), total(b)}, both = halves[0] + halves[1];
       const int64_t at = begin + (g + i) * rows + r;
-      if (span > 1) {
-        finer_[size_t(at)] = finer;
-        whole_totals_[size_t(shared * span + i)] = int16_t(std::nearbyint((first + second) * float(1 << (FINEST - finer)) / TOTAL_STEP));
-      } else totals_[size_t(at)] = kind_.scaled ? scale * (first + second) : first + second;
-      int32_t* from = starts_.data() + at * kind_.pieces;
-      from[0] = -kind_.offset * int32_t(kind_.pieces == 1 ? first + second : first);
-      if (kind_.pieces == 2) from[1] = -kind_.offset * int32_t(second);
+      if (span > 1) finer_[size_t(at)] = finer;
+      else totals_[size_t(at)] = kind_.scaled ? scale * both : both;
+      for (int64_t piece = 0; piece < kind_.pieces; ++piece) {
+        const float sum = kind_.pieces == 1 ? both : halves[piece], raised = sum * float(1 << (FINEST - finer));
+        starts_[size_t(at * kind_.pieces + piece)] = -kind_.offset * int32_t(sum);
+        if (span > 1) whole_totals_[size_t((shared * span + i) * kind_.pieces + piece)] = int16_t(std::nearbyint(raised / TOTAL_STEP));
+      }
       if (kind_.wide) arrange(a, b, reinterpret_cast<WholeValue*>(values_.data()) + at * GROUP);
       else arrange(a, b, reinterpret_cast<int8_t*>(values_.data()) + at * GROUP);
     }
@@ -153,7 +153,7 @@ static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row
       for (int b = 0; b < B; ++b) {
         const int64_t shared = first / SUPER_GROUPS * R + r;
         if constexpr (!F::BY_EIGHT) f[r][b] = eight[r][b];
-        else f[r][b] = F::plus_eight(f[r][b], eight[r][b], scale[b * apart], scales[shared], x.whole_totals(row) + shared * SUPER_GROUPS);
+        else f[r][b] = F::plus_eight(f[r][b], eight[r][b], scale[b * apart], scales[shared], x.whole_totals(row) + shared * SUPER_GROUPS * F::PIECES);
       }
   }
   for (int r = 0; r < R; ++r)

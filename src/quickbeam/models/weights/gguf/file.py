@@ -30,7 +30,10 @@ BLOCKS = {  # formats of blocks
     if block_format.file_type is not None
 }
 DENSE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-READ = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL and MXFP4"
+READ = (
+    "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS "
+    "and MXFP4"
+)
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")  # the name of one of several files, without .gguf
 
 
@@ -129,7 +132,7 @@ class GgufFile:
                 raise InvalidInput(
                     f"{self.path}: the weight {name[:80]} is stored as "
                     f"{kind_name(kind)}, which is not read; read are {READ}: "
-                    "take a file of the same model in one of these, such as Q4_K_M"
+                    "take a file of the same model in one of these, such as Q4_K_M or Q3_K_M"
                 )
 
 
