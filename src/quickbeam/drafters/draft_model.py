@@ -99,9 +99,8 @@ class LMDrafter(Drafter):
         self.pool = model.pool
         self.context_length = model.context_length
         self._vocab_size = vocab_size
-        self._shared = min(model.vocab_size, vocab_size)
         if isinstance(model, TorchModel):
-            model.rank(self._shared)
+            model.rank(min(model.vocab_size, vocab_size))
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
         return LMState(self.model, ids)
@@ -128,21 +127,7 @@ class LMDrafter(Drafter):
         parts: list[Part] = [
             shadow.part(state.cache) for shadow, state in zip(shadows, states, strict=True)
         ]
-        answers = list[DraftProbs]()
-        passed = self.model.forward(Batch(parts))
-        for request, shadow, results in zip(requests, shadows, passed, strict=True):
-            shadow.run = len(shadow.rows)
-            rows = slice(len(results.logits) - len(request.nodes), len(results.logits))
-            temperature = request.context.draft_temperature
-            likeliest: Sequence[Row] = ()
-            if results.ranked is not None and temperature == 1:
-                probs, likeliest, _ = results.ranked.part(rows)
-            else:
-                probs = probs_of(results.logits[rows, : self._shared], temperature)
-            if self._shared < self._vocab_size:
-                probs = F.pad(probs, (0, self._vocab_size - self._shared))
-            answers.append(DraftProbs(probs, likeliest=likeliest))
-        return answers
+        return run_shadows(self.model, requests, shadows, parts, self._vocab_size)
 
     def _shadow_of(self, request: DraftRequest) -> ShadowTree:
         """Return the shadow of a request's tree, with the requested nodes."""
@@ -175,6 +160,36 @@ class LMDrafter(Drafter):
             text = Chain(state.cache, state.ids[begin:end], wanted=0)
             self.model.forward(Batch([text]))
             state.cache.commit(range(end - begin))
+
+
+def run_shadows(
+    model: Model,
+    requests: Sequence[DraftRequest],
+    shadows: Sequence[ShadowTree],
+    parts: Sequence[Part],
+    vocab_size: int,
+) -> list[DraftProbs]:
+    """Run the new rows of the requests' shadows by one pass of `model`.
+
+    `parts`: these rows of each shadow. Returns distributions `[len(nodes), vocab_size]` of the
+    requested nodes, which are the last rows of each part.
+    """
+    shared = min(model.vocab_size, vocab_size)
+    answers = list[DraftProbs]()
+    passed = model.forward(Batch(list(parts)))
+    for request, shadow, results in zip(requests, shadows, passed, strict=True):
+        shadow.run = len(shadow.rows)
+        rows = slice(len(results.logits) - len(request.nodes), len(results.logits))
+        temperature = request.context.draft_temperature
+        likeliest: Sequence[Row] = ()
+        if results.ranked is not None and temperature == 1:
+            probs, likeliest, _ = results.ranked.part(rows)
+        else:
+            probs = probs_of(results.logits[rows, :shared], temperature)
+        if shared < vocab_size:
+            probs = F.pad(probs, (0, vocab_size - shared))
+        answers.append(DraftProbs(probs, likeliest=likeliest))
+    return answers
 
 
 def same_tokens(target_tokenizer: Any, drafter_tokenizer: Any, sizes: tuple[int, int]) -> bool:

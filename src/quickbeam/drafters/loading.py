@@ -21,12 +21,14 @@ from quickbeam.drafters.eagle_files import load_eagle
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.layouts import ASSISTANT, BLOCK, layout_of
 from quickbeam.drafters.mtp import load_mtp
+from quickbeam.drafters.self_draft import load_self
 from quickbeam.errors import InvalidInput
+from quickbeam.hub import SELF
 from quickbeam.hub.mtp import MTP
 from quickbeam.models import builtin
 from quickbeam.models.base import Model
 from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.quantised import BFLOAT16
+from quickbeam.models.native.quantised import BFLOAT16, INT4
 from quickbeam.models.opening import open_model
 from quickbeam.models.weights.checkpoint import WANTED, local_folder
 
@@ -46,7 +48,8 @@ def load_drafter(
     """Load the drafter `name` for `target`.
 
     - `name`: a folder, a `.gguf` file, a built-in model or a Hugging Face id; or `MTP`, a head in
-      the target's own checkpoint, whose folder, file or id is `model`.
+      the target's own checkpoint, whose folder, file or id is `model`; or `SELF`, a copy of the
+      target in 4 bits.
     - `tokenizer`: the target's, which a smaller model must have, too.
     - `weights`: the weight format of a smaller model (see `make_model`). None takes the target's.
     - `kernels`: what runs a feature or block drafter, if they can; None: PyTorch does.
@@ -58,6 +61,12 @@ def load_drafter(
         _refuse_weights(name, weights)
         file = Path(model).expanduser()
         return load_mtp(file if file.suffix == ".gguf" else local_folder(model, None), target)
+    if name == SELF:
+        if weights not in (None, INT4):
+            raise InvalidInput(
+                f"draft_weights={weights!r}: the drafter {SELF!r} has 4 bits; leave it out"
+            )
+        return load_self(target, progress)
     path = Path(builtin.resolve(name, progress)).expanduser()
     if not path.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
         path = local_folder(name, None, [*WANTED, MASK])

@@ -103,6 +103,8 @@ class NativeModel(Model):
 
     `weights`: the format of all linear layers' weights, `bfloat16` (as they come), `int8` or
     `int4`. With `int4`, the head has 8 bits. `packed_file` and `memory`: as of `CompiledStack`.
+    `pages`: those of another model of the same stack, whose sequences this one runs; None makes
+    some of its own.
     """
 
     exact = True
@@ -117,17 +119,22 @@ class NativeModel(Model):
         weights: str = BFLOAT16,
         packed_file: PackedFile | None = None,
         memory: int | None = None,
+        pages: PagePool | None = None,
     ) -> None:
+        self.stack = stack
+        self.parameters = parameters
         self.weights, self.chunk = weights, chunk
         vocab_size, dtype = parameters.shape(stack.head.weights[0].name)[0], parameters.dtype
         with torch.inference_mode():
-            pages = PagePool(kv_shapes(stack), kernels, None, dtype, state_shape(stack))
+            if pages is None:
+                pages = PagePool(kv_shapes(stack), kernels, None, dtype, state_shape(stack))
             super().__init__(parameters.config, dtype, torch.device("cpu"), vocab_size, pages)
             self._compiled = CompiledStack(parameters, stack, pages, weights, packed_file, memory)
             if self._compiled.disk is not None:
                 self.streamed = self._compiled.disk
                 self.chunk, self.mixed_chunk = STREAMED_CHUNK, STREAMED_CHUNK // 4
         self.weight_bytes, self._kernels = self._compiled.weight_bytes, kernels
+        self.layer_bytes = self._compiled.layer_bytes
         self.mapped_bytes = self._compiled.mapped_bytes
 
     @inference
