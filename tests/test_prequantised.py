@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -349,7 +350,7 @@ def test_8_bits_draft_for_themselves_in_4(name, tmp_path):
     write(tmp_path, name)
     checkpoint = Checkpoint(tmp_path, None, KERNELS)
     target = NativeModel(checkpoint, checkpoint.stack, KERNELS)
-    drafter = load_drafter(SELF, target, None)
+    drafter = load_drafter(SELF, target, SimpleNamespace(get_vocab=dict))
     assert not drafter.model._compiled.block_formats
     same_as_plain(target, drafter, PROMPTS[:2])
 

@@ -3,6 +3,7 @@ them."""
 
 import functools
 import random
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -220,7 +221,7 @@ def test_blocks_of_many_bits_are_quantised_and_the_embedding_is_shared(tmp_path)
 
 
 def self_drafter(target, **options):
-    return load_drafter(SELF, target, None, **options)
+    return load_drafter(SELF, target, SimpleNamespace(get_vocab=dict), **options)
 
 
 def test_it_reads_the_file_of_4_bits_that_the_model_itself_would(toy_folder, cache):

@@ -34,6 +34,8 @@ from quickbeam.models.weights.checkpoint import WANTED, local_folder
 
 logger = logging.getLogger(__name__)
 
+MOST_BYTES = 512  # ids before the first merges: bytes, and tokens with a meaning of their own
+
 
 def load_drafter(
     name: str,
@@ -66,7 +68,7 @@ def load_drafter(
             raise InvalidInput(
                 f"draft_weights={weights!r}: the drafter {SELF!r} has 4 bits; leave it out"
             )
-        return load_self(target, progress)
+        return load_self(target, ranks_ids(tokenizer), progress)
     path = Path(builtin.resolve(name, progress)).expanduser()
     if not path.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
         path = local_folder(name, None, [*WANTED, MASK])
@@ -84,7 +86,17 @@ def load_drafter(
             f"{name} has another tokenizer than the model, and can't draft for it: name a smaller "
             "model of its family, or leave the drafter out"
         )
-    return LMDrafter(opened.model, target.vocab_size)
+    return LMDrafter(opened.model, target.vocab_size, ranks_ids(tokenizer))
+
+
+def ranks_ids(tokenizer: Any) -> bool:
+    """Whether a token's id is about its rank by frequency.
+
+    The tokens of byte-level BPE stand in the order in which they were merged. SentencePiece's have
+    single characters, the most frequent ones, at the end.
+    """
+    single: int | None = tokenizer.get_vocab().get("e")
+    return single is not None and single < MOST_BYTES
 
 
 def _load_network(kind: str, path: Path, target: Model, kernels: Kernels | None) -> Drafter:

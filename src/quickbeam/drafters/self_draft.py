@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from quickbeam.config import ReportProgress
-from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest
-from quickbeam.drafters.draft_model import run_shadows
+from quickbeam.drafters.base import Drafter, DraftProbs, DraftRequest
+from quickbeam.drafters.draft_model import prepare_head, run_shadows
+from quickbeam.drafters.scoring import ScoringState, choose_scorers
 from quickbeam.drafters.shadow import ShadowTree
-from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import SELF
 from quickbeam.models.base import Model, inference
@@ -38,36 +39,42 @@ MOST = 0.75
 INSTEAD = "leave the drafter out, or name a smaller model of its family"
 
 
-class SelfState(DrafterState):
+class SelfState(ScoringState):
     """What the drafter keeps of one sequence: the shadow of its draft tree."""
 
-    def __init__(self) -> None:
+    def __init__(self, shortlist: ShortlistState | None) -> None:
+        super().__init__(shortlist)
         self.shadow: ShadowTree | None = None
 
     def release(self) -> None:
+        super().release()
         self.shadow = None
 
 
 class SelfDrafter(Drafter):
     """A drafter that is a copy of the target, and runs the target's sequences.
 
-    `model`: the copy, whose pages are the target's.
+    `model`: the copy, whose pages are the target's. `ranks_ids`: as of `Drafter`.
     """
 
-    def __init__(self, model: NativeModel) -> None:
-        self.model = model
+    def __init__(self, model: NativeModel, ranks_ids: bool = False) -> None:
+        self.model = self.head_model = model
+        self.weight_bytes = model.weight_bytes
+        self.ranks_ids = ranks_ids
+        prepare_head(self, model)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> SelfState:
-        return SelfState()
+        return SelfState(None if shortlist is None else shortlist.begin(ids))
 
     @inference
     def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
-        """Return distributions `[len(nodes), vocab]` float32. See `Drafter.answer`.
+        """Return distributions over the vocabulary, or over a shortlist. See `Drafter.answer`.
 
         They are zeros where the target's pages have no memory for the rows. Raises `ValueError`
         where a tree's first request doesn't begin with the root, where a node's parent was never
         requested, or where the target has not read all tokens before the root.
         """
+        choose_scorers([request for request in requests if request.nodes[0] == 0])
         shadows = [self._shadow_of(request) for request in requests]
         fitting = [i for i, request in enumerate(requests) if _fits(request, shadows[i])]
         answers = dict[int, DraftProbs]()
@@ -123,8 +130,10 @@ def _fits(request: DraftRequest, shadow: ShadowTree) -> bool:
     return True
 
 
-def load_self(target: Model, progress: ReportProgress | None = None) -> SelfDrafter:
-    """Make a drafter of `target`.
+def load_self(
+    target: Model, ranks_ids: bool = False, progress: ReportProgress | None = None
+) -> SelfDrafter:
+    """Make a drafter of `target`. `ranks_ids`: as of `Drafter`.
 
     Its weights are kept in the cache folder, as those of `weights="int4"` are. Raises
     `InvalidInput` for a model that has no such copy, or gains nothing from it.
@@ -140,9 +149,11 @@ def load_self(target: Model, progress: ReportProgress | None = None) -> SelfDraf
             f"the drafter {SELF!r} reads the model's files, and this model comes from memory: load "
             f"it by its name, or {INSTEAD}"
         )
-    return SelfDrafter(
-        four_bit_copy(target, checkpoint, lambda kind: packed_file_of(checkpoint, kind, progress))
-    )
+
+    def packed_file(kind: str) -> PackedFile:
+        return packed_file_of(checkpoint, kind, progress)
+
+    return SelfDrafter(four_bit_copy(target, checkpoint, packed_file), ranks_ids)
 
 
 def four_bit_copy(

@@ -145,6 +145,29 @@ class NativeModel(Model):
         hidden = compiled.hidden if compiled.aux_layers else None
         return split(batch.parts, logits, hidden, compiled.best)
 
+    @inference
+    def features(self, batch: Batch) -> list[torch.Tensor]:
+        """Run all rows of `batch` without the head, and return what it would read, `[rows, d]`.
+
+        `aux_layers` must end with the final norm (`set_aux_layers`).
+        """
+        rows = list_rows(batch)
+        rows.wanted = []
+        compiled = self._compiled
+        compiled(rows)
+        self.experts_read = compiled.experts_read
+        width = compiled.hidden.shape[1] // len(compiled.aux_layers)
+        features = compiled.hidden[:, -width:]
+        return list(features.split_with_sizes([part.rows for part in batch.parts]))
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return what a pass makes of the head's product `[n, s]`: scaled and capped logits."""
+        stack = self.stack
+        logits = logits * stack.head_scale
+        if stack.softcap is not None:
+            logits = torch.tanh(logits / stack.softcap) * stack.softcap
+        return logits
+
     @property
     def embedding(self) -> nn.Module:
         return self._compiled.embedding
