@@ -18,9 +18,8 @@ from quickbeam.models.native.library import Kernels
 
 # by kind: the default size is the size of the vocabulary divided by this
 SHARES = {FREQUENCY: 4, FREQUENCY + CONTEXT: 16, CLUSTERS: 8, ROUTER: 16}
-# the same where ids stand for ranks, which are less exact: a share, or if that is more a number
-SHARE_OF_IDS = 8
-LEAST_IDS = 16_384
+SHARE_OF_IDS = 4  # the same where ids stand for ranks, which are less exact,
+LEAST_IDS = 16_384  # and at least so many tokens
 WITH_CONTEXT = (FREQUENCY + CONTEXT, ROUTER)  # kinds that also score the context's tokens
 ROUTED = (CLUSTERS, ROUTER)  # kinds whose clusters a router picks
 

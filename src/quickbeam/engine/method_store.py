@@ -148,9 +148,9 @@ class MethodStore:
             return None
         with self._making_shortlists:
             if key not in self._shortlists:
-                made = make_shortlist(self.drafter, self._model, vocab, size, self._kernels)
-                assert made is not None
-                self._shortlists[key] = made
+                shortlist = make_shortlist(self.drafter, self._model, vocab, size, self._kernels)
+                assert shortlist is not None
+                self._shortlists[key] = shortlist
             self._shortlists.move_to_end(key)
             if len(self._shortlists) > MAX_SHORTLISTS:
                 self._shortlists.popitem(last=False)
