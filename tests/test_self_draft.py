@@ -33,6 +33,7 @@ from quickbeam.models.opening import make_model, open_model
 from quickbeam.models.weights.parameters import ModelParameters
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
+from streaming import limits, on_disk, saved, stored
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
@@ -234,6 +235,24 @@ def test_it_reads_the_file_of_4_bits_that_the_model_itself_would(toy_folder, cac
     drafted.close()
     LLM(toy_folder, weights="int4", method="ar")
     assert files and sorted(cache.glob("weights/*.safetensors")) == files
+
+
+def test_a_model_read_from_disk_has_its_copy_in_memory(toy_folder, tmp_path, cache):
+    folder = saved("llama", tmp_path / "model", toy_folder, layers=6)
+    checkpoint = stored(folder)
+    target = on_disk(checkpoint, limits(checkpoint)[0]).model
+    drafter = self_drafter(target)
+    assert drafter.model.streamed is None
+    same_as_plain(target, drafter, PROMPTS[:2])
+    target.close()
+
+
+def test_what_the_copy_takes_is_said(toy_folder):
+    with LLM(toy_folder, drafter="self", method="dyspec") as llm:
+        bytes_of_copy = llm.method_store.drafter.model.weight_bytes
+        assert (
+            llm.describe() == f"{llm.kernels}, the drafter's weights {bytes_of_copy / 1e6:.0f} MB"
+        )
 
 
 def test_models_that_gain_nothing_or_have_no_such_copy_are_refused(toy_folder, tmp_path):
