@@ -28,7 +28,7 @@ from quickbeam.hub.mtp import MTP
 from quickbeam.models import builtin
 from quickbeam.models.base import Model
 from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.quantised import BFLOAT16, INT4
+from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
 from quickbeam.models.weights.checkpoint import WANTED, local_folder
 
@@ -64,11 +64,7 @@ def load_drafter(
         file = Path(model).expanduser()
         return load_mtp(file if file.suffix == ".gguf" else local_folder(model, None), target)
     if name == SELF:
-        if weights not in (None, INT4):
-            raise InvalidInput(
-                f"draft_weights={weights!r}: the drafter {SELF!r} has 4 bits; leave it out"
-            )
-        return load_self(target, ranks_ids(tokenizer), progress)
+        return load_self(target, ranks_ids(tokenizer), progress, weights)
     path = Path(builtin.resolve(name, progress)).expanduser()
     if not path.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
         path = local_folder(name, None, [*WANTED, MASK])

@@ -7,7 +7,6 @@ lie. They are never committed: the model's pass over the tree writes every row b
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,8 +30,6 @@ from quickbeam.models.weights.four_bits import FourBitParameters
 from quickbeam.models.weights.packed_file import PackedFile
 from quickbeam.models.weights.packing import PackedWeights
 from quickbeam.models.weights.parameters import Parameters
-
-logger = logging.getLogger(__name__)
 
 # The most that the copy's layers may take of the model's: a call that takes longer gains nothing.
 MOST = 0.75
@@ -131,9 +128,12 @@ def _fits(request: DraftRequest, shadow: ShadowTree) -> bool:
 
 
 def load_self(
-    target: Model, ranks_ids: bool = False, progress: ReportProgress | None = None
+    target: Model,
+    ranks_ids: bool = False,
+    progress: ReportProgress | None = None,
+    weights: str | None = None,
 ) -> SelfDrafter:
-    """Make a drafter of `target`. `ranks_ids`: as of `Drafter`.
+    """Make a drafter of `target`. `ranks_ids`: as of `Drafter`. `weights`: None or 4 bits.
 
     Its weights are kept in the cache folder, as those of `weights="int4"` are. Raises
     `InvalidInput` for a model that has no such copy, or gains nothing from it.
@@ -148,6 +148,11 @@ def load_self(
         raise InvalidInput(
             f"the drafter {SELF!r} reads the model's files, and this model comes from memory: load "
             f"it by its name, or {INSTEAD}"
+        )
+
+    if weights not in (None, INT4):
+        raise InvalidInput(
+            f"draft_weights={weights!r}: the drafter {SELF!r} has 4 bits; leave it out"
         )
 
     def packed_file(kind: str) -> PackedFile:
