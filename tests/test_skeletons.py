@@ -7,7 +7,7 @@ import torch
 
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.drafters.predicted_text import GAP, PredictedText
+from quickbeam.drafters.predicted_text import FOLLOWED, GAP, PredictedText
 from quickbeam.llm import LLM
 from quickbeam.methods.auto import Auto
 from quickbeam.params import SamplingParams
@@ -49,7 +49,7 @@ def test_an_answer_is_followed_across_the_gaps():
         skeleton.follow(text)
         assert next_tokens(skeleton, text) == expected, tokens
         if tokens == [8]:  # what agreed before the gap counts
-            assert skeleton.match(text).length == 6
+            assert skeleton.match(text).length > FOLLOWED
 
 
 def test_keys_that_begin_alike_come_in_their_order():
