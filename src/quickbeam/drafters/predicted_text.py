@@ -25,7 +25,6 @@ class PredictedText:
         for position, token in enumerate(self._ids, 1):
             self._after.setdefault(token, []).append(position)
         self._position = 0  # of the token that is expected next
-        self._agreed = 0  # how many tokens agreed where the answer was last found
         self._followed: int | None = None  # how many tokens the text had then
 
     def match(self, text: Sequence[int], path: Sequence[int] = ()) -> Match | None:
@@ -34,15 +33,7 @@ class PredictedText:
         Of the occurrences of the last token, it is the one before which most tokens agree, of equal
         ones the nearest to where the answer is. None if the prediction does not hold that token.
         """
-        tail = [*text[-AGREED:], *path][-AGREED:]
-        positions = self._after.get(tail[-1], [])
-        expected = self._advanced(len(path))
-        middle = bisect_left(positions, expected)
-        near = positions[max(0, middle - NEAR) : middle + NEAR]
-        matches = [Match(position, self._agreement(position, tail)) for position in near]
-        return max(
-            matches, key=lambda match: (match.length, -abs(match.position - expected)), default=None
-        )
+        return self._nearest([*text[-AGREED:], *path][-AGREED:], self._advanced(len(path)))
 
     def follow(self, text: Sequence[int]) -> None:
         """Find where the answer is whose committed tokens end `text`.
@@ -50,13 +41,26 @@ class PredictedText:
         Where too few tokens agree, each new token is taken to replace one of the prediction, or to
         stand in the next gap.
         """
-        if self._followed is not None:
-            self._position = self._advanced(len(text) - self._followed)
+        if self._followed is None:
+            self._followed = len(text) - 1
+        for end in range(self._followed + 1, len(text) + 1):
+            expected = self._advanced(1)
+            match = self._nearest(text[max(0, end - AGREED) : end], expected)
+            if match and match.length >= FOLLOWED:
+                self._position = match.position
+            else:
+                self._position = expected
         self._followed = len(text)
-        match = self.match(text)
-        if match is not None and match.length >= FOLLOWED:
-            self._position = match.position
-            self._agreed = match.length
+
+    def _nearest(self, tail: Sequence[int], expected: int) -> Match | None:
+        """Return the best match of `tail`, of equal ones the nearest to the position `expected`."""
+        positions = self._after.get(tail[-1], [])
+        middle = bisect_left(positions, expected)
+        near = positions[max(0, middle - NEAR) : middle + NEAR]
+        matches = [Match(position, self._agreement(position, tail)) for position in near]
+        return max(
+            matches, key=lambda match: (match.length, -abs(match.position - expected)), default=None
+        )
 
     def continuation(self, match: Match, length: int) -> list[int]:
         """Return the `length` tokens that follow a match, fewer before a gap and at the end."""
@@ -73,15 +77,10 @@ class PredictedText:
         return self._gaps[index] if index < len(self._gaps) else len(self._ids)
 
     def _agreement(self, position: int, tail: Sequence[int]) -> int:
-        """Return how many tokens before `position` are those that `tail` ends with.
-
-        Behind the gap in which the answer is, the tokens before the gap count, too.
-        """
+        """Return how many tokens before `position` are those that `tail` ends with."""
         before = self._ids[max(0, position - len(tail)) : position]
         length = 0
         for theirs, ours in zip(reversed(before), reversed(tail), strict=False):
-            if theirs == GAP and length and position - 1 - length == self._position:
-                return length + self._agreed
             if theirs != ours:
                 break
             length += 1
