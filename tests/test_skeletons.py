@@ -7,7 +7,7 @@ import torch
 
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.drafters.predicted_text import FOLLOWED, GAP, PredictedText
+from quickbeam.drafters.predicted_text import GAP, PredictedText
 from quickbeam.llm import LLM
 from quickbeam.methods.auto import Auto
 from quickbeam.params import SamplingParams
