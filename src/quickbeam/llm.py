@@ -13,7 +13,7 @@ import torch
 from tqdm.auto import tqdm
 from typing_extensions import Self, Unpack
 
-from quickbeam import hub
+from quickbeam import __version__, hub
 from quickbeam.config import (
     CallArgs,
     CallOptions,
@@ -30,6 +30,7 @@ from quickbeam.drafters.mtp import runs_mtp
 from quickbeam.drafters.predicted_text import GAP
 from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.engine import Engine
+from quickbeam.engine.kept_prefixes import KeptPrefixes
 from quickbeam.engine.loop import Client, EngineThread, refuse_copy
 from quickbeam.engine.method_store import LoadDrafter, MethodStore
 from quickbeam.engine.output import Output
@@ -60,6 +61,7 @@ from quickbeam.models.text.prompts import (
     is_single_prompt,
     prompt_ids,
 )
+from quickbeam.models.weights.digest import digest_of
 from quickbeam.models.weights.formats import pick_device, refuse_memory, refuse_place, wanted_dtype
 from quickbeam.params import SamplingParams, check_values, integer, optional
 from quickbeam.sampling import Sampler, bad_word_ids
@@ -148,6 +150,10 @@ class LLM:
 
         self.folder = folder
         self._start(loaded, name, options, load if drafter else None, answers)
+        if options.keep is not None and options.prefix_bytes and options.share_prefixes:
+            files = Path(f"{options.keep}.prefixes")
+            identity = self._identity(str(drafter))
+            self.engine.prefixes.kept = KeptPrefixes(files, identity, options.prefix_bytes)
         self.prepare(self.method_store.resolve(self.method))
         if tree_budget(self.budget, self.method) == "auto":
             # measured now, not in the first answer
@@ -208,6 +214,11 @@ class LLM:
         self._skeleton_ids = lru_cache(CACHED_SKELETONS)(lambda texts: gapped_ids(tokenizer, texts))
         self._kv_bytes = optional_bytes(options.kv_memory, "kv_memory")
         self._bound_memory()
+
+    def _identity(self, drafter: str) -> str:
+        """Return what the keys and values of this model and of its drafter depend on."""
+        files = [digest_of(self.folder), digest_of(drafter)]
+        return " ".join([__version__, *files, str(self.model.dtype), self.kernels])
 
     __reduce__ = refuse_copy
 
