@@ -108,6 +108,6 @@ def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         checksum = zlib.crc32(f"{name} {tensor.dtype} {tensor.shape}".encode(), checksum)
-        content = tensor.view(-1).view(torch.uint8).numpy()
-        checksum = zlib.crc32(memoryview(content), checksum)
+        content = tensor.view(-1).view(torch.uint8).numpy().tobytes()
+        checksum = zlib.crc32(content, checksum)
     return f"{checksum:08x}"
