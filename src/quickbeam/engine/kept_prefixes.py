@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -37,9 +38,11 @@ class KeptPrefixes:
         self._limit = limit
         self.root = hashlib.sha256(identity.encode()).hexdigest()
         self._failed = False
-        for part in folder.glob(f"*{PART}"):  # of processes that were killed
-            with suppress(OSError):
-                part.unlink()
+        for part in folder.glob(f"*.*{PART}"):
+            *_, process, _ = part.name.split(".")
+            if process.isdigit() and not psutil.pid_exists(int(process)):  # it was killed
+                with suppress(OSError):
+                    part.unlink()
 
     def name(self, parent: str, tokens: Sequence[int]) -> str:
         """Return the name of the chunk of these tokens behind a chunk, or behind `root`."""
