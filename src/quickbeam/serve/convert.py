@@ -92,7 +92,9 @@ async def begin(
             if params.grammar is not None:
                 await _compile(runner, params.grammar, tools, ticket)
             seeds = _seeds(request, params, len(prompts))
-            skeletons = () if tools.form is None else call_skeletons(tools.form, tools.tools)
+            skeletons: Sequence[str] = ()
+            if tools.form is not None:
+                skeletons = await asyncio.to_thread(call_skeletons, tools.form, tools.tools)
             jobs = _jobs(request, params, prompts, lengths, seeds, skeletons)
             return Streams(await runner.begin(jobs, ticket), prompts, seeds)
 
