@@ -17,9 +17,9 @@ from quickbeam.models.native import library
 from quickbeam.models.opening import open_checkpoint
 from quickbeam.models.transformers_class import load_model
 from quickbeam.models.weights.adapters import CONFIG, WEIGHTS, adapter_in
+from quickbeam.models.weights.digest import digest_of
 from quickbeam.models.weights.packed_file import PackedFile
 from quickbeam.params import SamplingParams
-from quickbeam.serve.fingerprint import digest_of
 from test_families import made
 
 CPU = torch.device("cpu")

@@ -40,6 +40,7 @@ RUNS = {
     "passes": (["--contexts", "8,20", "--widths", "1,4", "--repeats", "1"], "contexts"),
     "simulate": (["--traces", TRACES, "--loads", "1,64", "--shape", "30b-a3b"], "table"),
     "structured": (["--limit", "1", "--answers", "1", "--max-tokens", "8"], "structured"),
+    "tool_calls": (["--limit", "1", "--rounds", "1", "--max-tokens", "6"], "tool_calls"),
     "traces": (["--limit", "1", "--max-tokens", "6"], "curves"),
     "trees": ([*FEW, "--budgets", "4", "--temperatures", "0,1", "--draws", "1"], "temperatures"),
     "vocabulary": ([*FEW, "--vocabs", "frequency,router", "--shares", "40"], "points"),

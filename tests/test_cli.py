@@ -119,7 +119,7 @@ def test_every_option_arrives(run):
     expected = {"drafter": "small", "vocab": "router", "shortlist": 99, "budget": 12}
     expected |= {"dtype": "float32", "device": "cpu", "revision": "v1"}
     expected |= {"weights": "int4", "draft_weights": "int8", "memory": "3GB", "kv_memory": "1GB"}
-    expected |= {"memory_of_answers": "1MB", "keep": "k"}
+    expected |= {"memory_of_answers": "1MB", "keep": "k", "kept_prefixes": "1GB"}
     expected |= {"max_running": 3, "share_prefixes": False}
     assert options == expected
     assert messages == [("system", "Be brief."), ("user", "hello")]

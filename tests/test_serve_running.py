@@ -25,6 +25,7 @@ from cases import raising, refuses
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.cli.serve import keys_of
 from quickbeam.config import ServerOptions
+from quickbeam.models.weights import digest
 from quickbeam.serve import fingerprint
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.server import Server, listen, run, serve, url
@@ -326,7 +327,7 @@ def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch, 
     of, first = fingerprint.digest_of, fingerprint.fingerprint_of(llm)
     assert re.fullmatch(r"fp_[0-9a-f]{16}", first)
     with monkeypatch.context() as patch:
-        patch.setattr(fingerprint, "BLOCK_BYTES", "none")  # known files are not read as a whole
+        patch.setattr(digest, "BLOCK_BYTES", "none")  # known files are not read as a whole
         assert fingerprint.fingerprint_of(llm) == first
     with LLM(toy_folder, "ar", dtype="float32") as other:
         assert fingerprint.fingerprint_of(other) != first

@@ -794,3 +794,27 @@ def test_drafts_change_no_answer_that_is_calls_or_fits_its_format(runner, llm, s
     output = good(ask(runner, "/v1/responses", asked))["output"]
     assert [(one["name"], json.loads(one["arguments"])) for one in output if calls] == calls
     assert calls or output[0]["content"][0]["text"] == message["content"]
+
+
+def test_the_fixed_parts_of_calls_are_drafted_and_are_no_predicted_tokens(runner, scripted, llm):
+    ask(scripted, PATH, body())
+    assert scripted.jobs[0].skeletons[0] == '<tool_call>\n{"name": "f", "arguments": {"x": '
+    ask(scripted, PATH, body(tool_choice="none"))
+    assert scripted.jobs[0].skeletons == ()
+
+    keys = {key: {"type": "integer"} for key in ("x", "yy", "z")}
+    schema = {"type": "object", "properties": keys, "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    likely = {str(llm.tokenizer.encode(each)[0]): 99 for each in '"x'}
+    shared = {"tools": tools, "tool_choice": "required", "temperature": 0, "logit_bias": likely}
+    shared["return_token_ids"] = True
+    plain = choice(runner, **shared, speculation={"method": "ar"})
+    auto = {"method": "auto", "budget": 8}
+    answer = good(ask(runner, PATH, body(**shared, speculation=auto)))
+    assert answer["choices"][0]["token_ids"] == plain["token_ids"]
+    details = answer["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0
+    parts = chunks(ask(runner, PATH, body(**shared, speculation=auto, trace=True, stream=True)))
+    steps = [step for one in parts for step in one.get("quickbeam", {}).get("steps", [])]
+    nodes = [node for step in steps for node in step["nodes"][1:]]
+    assert any(node["accepted"] for node in nodes if node["source"] == "skeletons")

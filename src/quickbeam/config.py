@@ -240,7 +240,14 @@ class EngineOptions(Options):
         default=None,
         metadata={"metavar": "FILE", "rule": (optional(_is_path), "a file's path, or None")},
     )
-    """File that keeps the prompts and answers of memory_of_answers from one run to the next."""
+    """File that keeps the prompts and answers of memory_of_answers from one run to the next. The
+    folder FILE.prefixes beside it keeps keys and values."""
+    kept_prefixes: int | str = field(
+        default="1GB",
+        metadata={"metavar": "SIZE", "rule": SIZE_OR_0},
+    )
+    """Bytes of the keys and values that `keep` keeps from one run to the next, so that a
+    conversation that goes on is not read again; 0 for none. Those used last stay."""
     share_prefixes: bool = field(default=True, metadata={"rule": FLAG})
     """Share the computed beginning of texts that begin alike."""
 
@@ -253,6 +260,11 @@ class EngineOptions(Options):
     def answer_bytes(self) -> int:
         """The bytes of `memory_of_answers`."""
         return _bytes_of(self.memory_of_answers)
+
+    @property
+    def prefix_bytes(self) -> int:
+        """The bytes of `kept_prefixes`; 0 without `keep`."""
+        return 0 if self.keep is None else _bytes_of(self.kept_prefixes)
 
 
 @dataclass(frozen=True)

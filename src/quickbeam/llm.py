@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, overload
 
@@ -12,7 +13,7 @@ import torch
 from tqdm.auto import tqdm
 from typing_extensions import Self, Unpack
 
-from quickbeam import hub
+from quickbeam import __version__, hub
 from quickbeam.config import (
     CallArgs,
     CallOptions,
@@ -26,8 +27,10 @@ from quickbeam.config import (
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.loading import load_drafter
 from quickbeam.drafters.mtp import runs_mtp
+from quickbeam.drafters.predicted_text import GAP
 from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.engine import Engine
+from quickbeam.engine.kept_prefixes import KeptPrefixes
 from quickbeam.engine.loop import Client, EngineThread, refuse_copy
 from quickbeam.engine.method_store import LoadDrafter, MethodStore
 from quickbeam.engine.output import Output
@@ -58,6 +61,7 @@ from quickbeam.models.text.prompts import (
     is_single_prompt,
     prompt_ids,
 )
+from quickbeam.models.weights.digest import digest_of
 from quickbeam.models.weights.formats import pick_device, refuse_memory, refuse_place, wanted_dtype
 from quickbeam.params import SamplingParams, check_values, integer, optional
 from quickbeam.sampling import Sampler, bad_word_ids
@@ -75,6 +79,8 @@ STREAM_RULES = {
     "observer": (optional(callable), "a function that is called with each step's StepRecord"),
 }
 KV_SHARE = 0.5  # the share of the memory free after loading that keys and values may take
+
+CACHED_SKELETONS = 16  # lists of tools: agents send the same with each turn
 
 # of a predicted text, about the longest tokens: what is beyond the context is not read
 MAX_TOKEN_CHARACTERS = 16
@@ -144,6 +150,10 @@ class LLM:
 
         self.folder = folder
         self._start(loaded, name, options, load if drafter else None, answers)
+        if options.keep is not None and options.prefix_bytes and options.share_prefixes:
+            files = Path(f"{options.keep}.prefixes")
+            identity = self._identity(str(drafter))
+            self.engine.prefixes.kept = KeptPrefixes(files, identity, options.prefix_bytes)
         self.prepare(self.method_store.resolve(self.method))
         if tree_budget(self.budget, self.method) == "auto":
             # measured now, not in the first answer
@@ -200,8 +210,15 @@ class LLM:
         )
         self.thread = EngineThread(self.engine)
         self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self.eos_ids)
+        tokenizer = self.tokenizer
+        self._skeleton_ids = lru_cache(CACHED_SKELETONS)(lambda texts: gapped_ids(tokenizer, texts))
         self._kv_bytes = optional_bytes(options.kv_memory, "kv_memory")
         self._bound_memory()
+
+    def _identity(self, drafter: str) -> str:
+        """Return what the keys and values of this model and of its drafter depend on."""
+        files = [digest_of(self.folder), digest_of(drafter)]
+        return " ".join([__version__, *files, str(self.model.dtype), self.kernels])
 
     __reduce__ = refuse_copy
 
@@ -406,13 +423,16 @@ class LLM:
         choice: int | None = None,
         client: Client | None = None,
         tenant: Hashable = None,
+        skeletons: Sequence[str] = (),
         **options: Unpack[CallOptions],
     ) -> Stream:
         """Continue one prompt piece by piece; see `generate`.
 
         `observer` is called with every step, and `client` is notified of it, both on the engine's
         thread. `choice`: which of the `n` answers to give, counted from 0. `tenant`: whose request
-        it is; tenants take turns where requests wait.
+        it is; tenants take turns where requests wait. `skeletons`: texts that may stand in the
+        answer in this order, with anything between two of them, as the fixed parts of tool calls
+        do. They are drafted, by `auto`, and change no token.
         """
         check_call(options)
         check_values({"choice": choice, "observer": observer}, STREAM_RULES)
@@ -454,6 +474,7 @@ class LLM:
             setting=setting,
             shortlist=self.method_store.shortlist(setting),
             prediction=self._prediction_ids(params.prediction),
+            skeletons=self._skeleton_ids(tuple(skeletons)),
             observer=observer,
             choice=choice or 0,
             tenant=_hashable(tenant),
@@ -531,6 +552,14 @@ def _answer_memory(options: LLMOptions, model: str) -> AnswerMemory | None:
         return None
     file = None if options.keep is None else Path(options.keep)
     return AnswerMemory(options.answer_bytes, file, model)
+
+
+def gapped_ids(tokenizer: Any, texts: Sequence[str]) -> list[int]:
+    """Return the token ids of texts, with a gap after each."""
+    if not texts:
+        return []
+    all_ids = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return [token for ids in all_ids for token in (*ids, GAP)]
 
 
 def _checked(params: Any) -> SamplingParams:

@@ -36,6 +36,7 @@ SOURCES = {
     "recycling": "recycled logits",
     "answers": "earlier answers",
     "prediction": "the prediction",
+    "skeletons": "calls' fixed parts",
 }
 # control characters, without tab and line end
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

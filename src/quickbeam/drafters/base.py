@@ -46,6 +46,7 @@ class Context:
     - `grammar`: the grammar that the answer has to follow, if there is one.
     - `texts`: the finished texts that may be drafted from, if any are kept.
     - `prediction`: the text that the request predicts, if it predicts one.
+    - `skeletons`: the fixed parts of the tool calls that the answer may hold, if any are known.
     - `cache`: the target's keys and values of all ids but the last, where a target reads them.
     - `tenant`: whose request it is; None for a program's own.
     - `kernels`: the native kernels, where this machine has them.
@@ -63,6 +64,7 @@ class Context:
     grammar: Masks | None = None
     texts: Texts | None = None
     prediction: PredictedText | None = None
+    skeletons: PredictedText | None = None
     cache: SequenceCache | None = None
     tenant: Hashable = None
     kernels: Kernels | None = None

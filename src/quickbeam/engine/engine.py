@@ -142,14 +142,20 @@ class Engine:
         """End all sequences and forget all texts."""
         for sequence in [*self.scheduler.active, *self.scheduler.waiting]:
             self.cancel(sequence)
+        while self.prefixes.save_next():
+            pass
         if self._memory is not None:
             self._memory.close()
         self.forget()
         self.model.close()
 
     def forget(self) -> None:
-        """Forget all texts, so that the next prompt is computed from its first token."""
+        """Forget all texts, so that the next prompt is computed from its first token.
+
+        Files of prefixes stay, and are no longer read or written.
+        """
         self.prefixes.clear()
+        self.prefixes.kept = None
         if self._memory is not None:
             self._memory.forget()
 

@@ -81,6 +81,8 @@ class EngineLoop:
         while True:
             if not self.engine.busy:
                 self.began = None
+                while self.inbox.empty() and self.engine.prefixes.save_next():
+                    pass
             try:
                 command = self.inbox.get(block=not self.engine.busy)
             except Empty:

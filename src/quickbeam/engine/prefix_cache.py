@@ -9,6 +9,9 @@ the drafter has not read a chunk yet, the chunk holds its hidden states.
 
 Where the target has recurrent layers, a text can go on only behind a chunk whose state is kept: a
 *snapshot*. There are at most `SNAPSHOTS`; the least recently used one goes first.
+
+With `kept`, chunks are written to files while the engine is idle, and read from them where a text
+begins with a chunk that is not in memory (`kept_prefixes.py`): those of the native kernels alone.
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ from dataclasses import dataclass, field
 import torch
 
 from quickbeam.drafters.base import Drafter
+from quickbeam.engine.kept_prefixes import KeptPrefixes
 from quickbeam.engine.sequence import SequenceState
+from quickbeam.models.base import inference
 from quickbeam.models.cache.kv import OutOfPages, Page, Pool
+from quickbeam.models.native.pages import PagePool
 
 SNAPSHOTS = 32
 
@@ -37,6 +43,8 @@ class Chunk:
     - `draft`: the drafter's rows, if known.
     - `hidden`: the hidden states of all its tokens, as long as the drafter's rows are not known.
     - `snapshot`: the state of recurrent layers behind it, if kept.
+    - `name`: that of its file, where chunks are kept in files.
+    - `saved`: how many parts of it the file has.
     """
 
     parent: Chunk | None = None
@@ -46,7 +54,15 @@ class Chunk:
     draft: list[Page] | None = None
     hidden: torch.Tensor | None = None
     snapshot: Page | None = None
+    name: str = ""
+    saved: int = 0
     children: dict[tuple[int, ...], Chunk] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> int:
+        """How many parts there are of it that a file can have."""
+        parts = (self.kv, self.snapshot, self.last_hidden, self.hidden, self.draft)
+        return sum(part is not None for part in parts)
 
 
 class PrefixCache:
@@ -55,6 +71,8 @@ class PrefixCache:
     `pool` is the target's. `drafter` is the one whose rows are kept too: that of the first sequence
     that has one. If the pool runs short, the least recently used chunks that no sequence holds are
     dropped.
+
+    `kept`: where chunks are kept in files; None: nowhere.
     """
 
     def __init__(self, size: int | None, pool: Pool) -> None:
@@ -64,11 +82,22 @@ class PrefixCache:
         self._snapshots: OrderedDict[Chunk, None] = OrderedDict()  # least recently used first
         self.drafter: Drafter | None = None
         self._root = Chunk()
+        self._kept: KeptPrefixes | None = None
         # least recently used first; children come before their parents
         self._by_use: OrderedDict[Chunk, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_use)
+
+    @property
+    def kept(self) -> KeptPrefixes | None:
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: KeptPrefixes | None) -> None:
+        if isinstance(self._pool, PagePool):
+            self._kept = kept
+            self._root.name = kept.root if kept is not None else ""
 
     def find(self, ids: Sequence[int], drafter: Drafter | None = None) -> list[Chunk]:
         """Return the chunks that `ids` begin with, leaving at least one token.
@@ -83,7 +112,8 @@ class PrefixCache:
         chunks = list[Chunk]()
         has_rows = True
         for begin in range(0, len(ids) - self.size, self.size):
-            following = chunk.children.get(tuple(ids[begin : begin + self.size]))
+            key = tuple(ids[begin : begin + self.size])
+            following = chunk.children.get(key) or self._load(chunk, key)
             if following is None:
                 break
             read = following.draft is not None and following.last_hidden is not None
@@ -130,10 +160,75 @@ class PrefixCache:
             self._pool.pin(kv)
         except OutOfPages:
             return None
-        chunk = Chunk(parent, key, kv, last_hidden)
-        parent.children[key] = chunk
+        return self._add(Chunk(parent, key, kv, last_hidden))
+
+    def _add(self, chunk: Chunk) -> Chunk:
+        assert chunk.parent is not None
+        if self._kept is not None:
+            chunk.name = self._kept.name(chunk.parent.name, chunk.key)
+        chunk.parent.children[chunk.key] = chunk
         self._by_use[chunk] = None
         return chunk
+
+    def save_next(self) -> bool:
+        """Write one chunk whose file lacks something. Returns whether there was one."""
+        if self._kept is None:
+            return False
+        for chunk in self._by_use:  # children before their parents, which so are removed later
+            if chunk.parts > chunk.saved:
+                chunk.saved = chunk.parts
+                self._kept.save(chunk.name, chunk.key, self._tensors(chunk))
+                return True
+        return False
+
+    def _tensors(self, chunk: Chunk) -> dict[str, torch.Tensor]:
+        """Return what the file of a chunk holds. Each page is a row."""
+        tensors = {"kv": torch.stack([page.data for page in chunk.kv])}
+        if chunk.snapshot is not None:
+            tensors["snapshot"] = chunk.snapshot.data
+        if chunk.last_hidden is not None:
+            tensors["last_hidden"] = chunk.last_hidden
+        if chunk.hidden is not None:
+            tensors["hidden"] = chunk.hidden
+        if chunk.draft is not None and self._draft_pool is not None:
+            tensors["draft"] = torch.stack([page.data for page in chunk.draft])
+        return tensors
+
+    @property
+    def _draft_pool(self) -> PagePool | None:
+        pool = None if self.drafter is None else self.drafter.pool
+        return pool if isinstance(pool, PagePool) else None
+
+    def _load(self, parent: Chunk, key: tuple[int, ...]) -> Chunk | None:
+        """Return the chunk behind `parent` from its file, entered; None if it has none.
+
+        Nothing is evicted for it, since that might be a chunk that was found just before.
+        """
+        if self._kept is None:
+            return None
+        pages = self.size // self._pool.page
+        free = self._pool.free
+        if free is not None and free < 2 * pages + self._pool.state_pages:
+            return None
+        tensors = self._kept.load(self._kept.name(parent.name, key), key)
+        if tensors is None:
+            return None
+        kv = _read_pages(self._pool, pages, tensors["kv"]) if "kv" in tensors else None
+        if kv is None:
+            return None
+        chunk = Chunk(parent, key, kv, tensors.get("last_hidden"), hidden=tensors.get("hidden"))
+        if "snapshot" in tensors and self._pool.state_pages:
+            snapshot = self._pool.allocate_state()
+            if _alike(snapshot.data, tensors["snapshot"]):
+                snapshot.data.copy_(tensors["snapshot"])
+                self._hold_snapshot(chunk, snapshot)
+            else:
+                self._pool.release(snapshot)
+        draft_pool = self._draft_pool
+        if "draft" in tensors and draft_pool is not None:
+            chunk.draft = _read_pages(draft_pool, self.size // draft_pool.page, tensors["draft"])
+        chunk.saved = chunk.parts
+        return self._add(chunk)
 
     def _keep_snapshot(self, chunk: Chunk, sequence: SequenceState) -> None:
         """Keep the state of recurrent layers behind the last chunk, if the cache has it."""
@@ -143,6 +238,10 @@ class PrefixCache:
         if snapshot is None:
             return
         self._pool.pin([snapshot])
+        self._hold_snapshot(chunk, snapshot)
+
+    def _hold_snapshot(self, chunk: Chunk, snapshot: Page) -> None:
+        """Let a chunk hold a snapshot, which already counts the cache as a user."""
         chunk.snapshot = snapshot
         self._snapshots[chunk] = None
         if len(self._snapshots) > SNAPSHOTS:
@@ -229,3 +328,26 @@ class PrefixCache:
                 self._by_use.move_to_end(chunk)
         if chunks and chunks[-1] in self._snapshots:
             self._snapshots.move_to_end(chunks[-1])
+
+
+@inference
+def _read_pages(pool: Pool, count: int, rows: torch.Tensor) -> list[Page] | None:
+    """Return `count` new pages with these rows; None if they don't fit, or there is no memory."""
+    if len(rows) != count:
+        return None
+    pages = list[Page]()
+    try:
+        for row in rows:
+            page = pool.allocate_page()
+            pages.append(page)
+            if not _alike(page.data, row):
+                raise OutOfPages("rows of other pages")
+            page.data.copy_(row)
+    except OutOfPages:
+        pool.unpin(pages)
+        return None
+    return pages
+
+
+def _alike(memory: torch.Tensor, stored: torch.Tensor) -> bool:
+    return memory.shape == stored.shape and memory.dtype == stored.dtype

@@ -56,6 +56,7 @@ class Request:
     - `choice`: which of several answers to the prompt this is.
     - `tenant`: whose request it is. Tenants are served alike; None for a program's own requests.
     - `prediction`: token ids of a text that the answer is expected to be much like; or none.
+    - `skeletons`: token ids of texts that may be parts of the answer, with gaps; or none.
     """
 
     prompt: Sequence[int]
@@ -70,6 +71,7 @@ class Request:
     choice: int = 0
     tenant: Hashable = None
     prediction: Sequence[int] = ()
+    skeletons: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self.prompt = list(self.prompt)  # the caller may change its list later
@@ -144,6 +146,7 @@ class SequenceState:
             filters=self.params if self.params.filters else None,
             grammar=request.sampler.grammar,
             prediction=PredictedText(request.prediction) if request.prediction else None,
+            skeletons=PredictedText(request.skeletons) if request.skeletons else None,
             tenant=request.tenant,
             kernels=kernels,
         )

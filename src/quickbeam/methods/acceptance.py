@@ -20,9 +20,10 @@ LIFT = 1.4
 # Acceptance rates of tokens that another source than the drafter proposes. `repeated`: after 1, 2
 # and 3, 4 to 7, 8 to 15, 16 and more repeated tokens. `alternative`: likewise, of the token where
 # the text went on differently after another occurrence. `remembered`: likewise, of another text;
-# `predicted`: of the predicted one.
+# `predicted`: of the predicted one; `skeleton`: of a tool call's fixed parts.
 # `guessed`: of ranks 1, 2 and 3, 4 to 7, …
 REPEATED, REMEMBERED, PREDICTED = "repeated", "remembered", "predicted"
+SKELETON = "skeleton"
 ALTERNATIVE = "alternative"
 GUESSED = "guessed"
 RATES = {
@@ -30,6 +31,7 @@ RATES = {
     ALTERNATIVE: (0.1, 0.1, 0.1, 0.07, 0.05),
     REMEMBERED: (0.25, 0.45, 0.65, 0.8, 0.9),
     PREDICTED: (0.5, 0.7, 0.8, 0.9, 0.95),
+    SKELETON: (0.5, 0.7, 0.8, 0.9, 0.95),
     GUESSED: (0.04, 0.025, 0.015, 0.01, 0.005),
 }
 # by what the probability of a recycled token is multiplied at first, where it followed the same two

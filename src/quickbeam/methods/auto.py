@@ -11,7 +11,7 @@ from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import Context, Drafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.drafters.prediction import Prediction
+from quickbeam.drafters.prediction import Prediction, Skeletons
 from quickbeam.drafters.recycling import Recycling
 from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Method, ProposalSteps
@@ -31,7 +31,7 @@ class Auto(Method):
         self.drafter = drafter
         self.last_logits = LastLogits()
         self.answers = Answers()
-        self.prediction = Prediction()
+        self.predictions = [Prediction(), Skeletons()]
         # beside a drafter recycled tokens gain less than the time that they take
         self.recycling = Recycling() if drafter is None else None
         sources = (
@@ -40,14 +40,14 @@ class Auto(Method):
             self.last_logits,
             self.answers,
             self.recycling,
-            self.prediction,
+            *self.predictions,
         )
         self.sources = [source for source in sources if source is not None]
         self.model = AcceptanceModel()
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         free = FreeCandidates(
-            context, self.last_logits, self.answers, self.recycling, self.prediction
+            context, self.last_logits, self.answers, self.recycling, self.predictions
         )
         if self.drafter is None:
             return free_tree(context, budget, max_depth, self.model, free)

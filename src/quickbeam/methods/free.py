@@ -14,7 +14,7 @@ from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import MAX_N, Ngram, NgramIndex
-from quickbeam.drafters.prediction import Prediction
+from quickbeam.drafters.prediction import Prediction, Skeletons
 from quickbeam.drafters.recycling import Recycled, Recycling
 from quickbeam.methods.acceptance import (
     ALTERNATIVE,
@@ -22,6 +22,7 @@ from quickbeam.methods.acceptance import (
     PREDICTED,
     REMEMBERED,
     REPEATED,
+    SKELETON,
     AcceptanceModel,
     free_features,
     recycled_features,
@@ -34,6 +35,7 @@ from quickbeam.tree import TokenTree
 LONGEST = 16  # the most tokens of a continuation
 FARTHER = 128  # the same after the root, where the search is wide (`search.WIDE`)
 LONGEST_PREDICTED = 48  # the most tokens of a continuation of a predicted text
+KINDS = {Prediction.name: PREDICTED, Skeletons.name: SKELETON}  # of their acceptance rates
 MIN_MATCH = 2  # the fewest matching tokens for a guessed path to be continued from the text
 GUESSES = 8  # how many of the best last logits may be guesses
 
@@ -47,13 +49,13 @@ class FreeCandidates:
         last_logits: LastLogits | None = None,
         answers: Answers | None = None,
         recycling: Recycling | None = None,
-        prediction: Prediction | None = None,
+        predictions: Sequence[Prediction] = (),
     ) -> None:
         self._index: NgramIndex = context.states[Ngram.name]
         self._last_logits = last_logits
         self._answers = answers if context.texts is not None else None
         self._recycling = recycling
-        self._prediction = prediction if context.prediction is not None else None
+        self._predictions = [each for each in predictions if each.text(context) is not None]
         self._end = tuple(context.ids[-MAX_N:])  # the last tokens of the text
         self._expanded = set[Candidate]()  # those after which recycled tokens were looked for
         # those whose continuation was looked for, or that belong to one
@@ -106,15 +108,16 @@ class FreeCandidates:
             search.rank()
 
     def _predict(self, search: Search, path: Candidate) -> None:
-        """Enter how the predicted text goes on after the text that ends with `path`."""
-        if self._prediction is None:
-            return
+        """Enter how predicted texts go on after the text that ends with `path`."""
         context = search.context
-        match = self._prediction.match(context, path.path)
-        if match and context.prediction is not None:
-            longest = FARTHER if search.wide else LONGEST_PREDICTED
-            tokens = context.prediction.continuation(match, longest)
-            self._continue(search, path, tokens, match.length, Prediction.name, PREDICTED)
+        longest = FARTHER if search.wide else LONGEST_PREDICTED
+        for prediction in self._predictions:
+            text = prediction.text(context)
+            match = prediction.match(context, path.path)
+            if match and text is not None:
+                tokens = text.continuation(match, longest)
+                kind = KINDS[prediction.name]
+                self._continue(search, path, tokens, match.length, prediction.name, kind)
 
     def _remember(self, search: Search, path: Candidate, longest: int) -> None:
         """Enter what followed the text that ends with `path` in another text."""

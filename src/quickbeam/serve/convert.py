@@ -21,6 +21,7 @@ from quickbeam.serve.messages import Conversation, TokenizeChat, TokenizeText, t
 from quickbeam.serve.prompts import encode_conversation, estimate_conversation, knows_effort
 from quickbeam.serve.runner import Job, Runner
 from quickbeam.serve.schemas import BaseRequest, Speculation
+from quickbeam.serve.skeletons import call_skeletons
 from quickbeam.serve.tool_fields import ToolRequest
 from quickbeam.serve.tools import NO_TOOLS, ToolUse, tool_use
 
@@ -91,7 +92,10 @@ async def begin(
             if params.grammar is not None:
                 await _compile(runner, params.grammar, tools, ticket)
             seeds = _seeds(request, params, len(prompts))
-            jobs = _jobs(request, params, prompts, lengths, seeds)
+            skeletons: Sequence[str] = ()
+            if tools.form is not None:
+                skeletons = await asyncio.to_thread(call_skeletons, tools.form, tools.tools)
+            jobs = _jobs(request, params, prompts, lengths, seeds, skeletons)
             return Streams(await runner.begin(jobs, ticket), prompts, seeds)
 
 
@@ -113,10 +117,12 @@ def _jobs(
     prompts: Sequence[list[int]],
     lengths: Sequence[int],
     seeds: Sequence[int | None],
+    skeletons: Sequence[str],
 ) -> list[Job]:
     """Return the answers to compute, those to the first prompt first.
 
-    `lengths`: the number of tokens that an answer to each prompt may have.
+    `lengths`: the number of tokens that an answer to each prompt may have. `skeletons`: see
+    `LLM.stream`.
     """
     speculation = request.speculation or Speculation()
     trace = bool(getattr(request, "trace", False))
@@ -126,8 +132,16 @@ def _jobs(
         # the first answer scores the prompt for all, where they have any text
         later = replace(first, prompt_logprobs=None) if length else first
         for choice in range(params.n):
-            job_params = later if choice else first
-            jobs.append(Job(ids, job_params, choice, speculation.method, speculation.budget, trace))
+            job = Job(
+                ids,
+                later if choice else first,
+                choice,
+                method=speculation.method,
+                budget=speculation.budget,
+                trace=trace,
+                skeletons=skeletons,
+            )
+            jobs.append(job)
     return jobs
 
 

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import suppress
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-
 from quickbeam import __version__
-from quickbeam.hub.cache import cache_folder, file_key, split_files
 from quickbeam.llm import LLM
-from quickbeam.models.weights.adapters import base_of
-
-# suffixes of files that answers depend on
-HASHED_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja")
-BLOCK_BYTES = 2**20  # read at once
+from quickbeam.models.weights.digest import digest_of
 
 
 def name_of(model: str) -> str:
@@ -31,37 +23,3 @@ def fingerprint_of(llm: LLM) -> str:
     model = llm.model
     parts = (__version__, digest_of(llm.folder), str(model.dtype), model.device.type, llm.kernels)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def digest_of(model: str) -> str:
-    """Return a hash of a model's files, here or in Hugging Face's cache; its name without any."""
-    path = Path(model)
-    if not path.exists():
-        try:
-            path = Path(snapshot_download(model, local_files_only=True))
-        except Exception:  # only the model's loader knows where it is
-            return model
-    files = split_files(path) if path.is_file() else sorted(path.iterdir())
-    base = base_of(path)
-    if base not in (None, path):
-        files += sorted(base.iterdir())
-    hashed = [file for file in files if file.suffix in HASHED_SUFFIXES]
-    lines = [f"{file.name}\0{_digest_of_file(file)}" for file in hashed]
-    return hashlib.sha256("\0".join(lines).encode()).hexdigest()
-
-
-def _digest_of_file(file: Path) -> str:
-    """Return the hash of a file's content. The cache folder keeps it by the file's `file_key`."""
-    cached = cache_folder() / "digests" / file_key(file)
-    if cached.exists():
-        stored = cached.read_text()
-        if stored:
-            return stored
-    digest = hashlib.sha256()
-    with open(file, "rb") as handle:
-        while block := handle.read(BLOCK_BYTES):
-            digest.update(block)
-    with suppress(OSError):  # or the file is read again next time
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        cached.write_text(digest.hexdigest())
-    return digest.hexdigest()

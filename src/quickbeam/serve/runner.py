@@ -39,6 +39,7 @@ class Job(NamedTuple):
     method: str | None = None
     budget: int | Literal["auto"] | None = None
     trace: bool = False
+    skeletons: Sequence[str] = ()
 
 
 class FairThread:
@@ -188,6 +189,7 @@ class Runner:
                 method=job.method,
                 budget=job.budget,
                 trace=job.trace,
+                skeletons=job.skeletons,
                 observer=counting.step,
                 tenant=ticket.tenant,
             )

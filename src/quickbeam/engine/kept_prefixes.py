@@ -1,0 +1,116 @@
+"""Chunks of the prefix cache in files, so that another process need not compute them again.
+
+Each chunk is a safetensors file of its own. Its name is a hash of the model's identity and of all
+tokens up to the chunk's end, so no other model, and no other text, finds it. A file is written
+under another name first: what a killed process leaves is a whole file or none that is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+logger = logging.getLogger(__name__)
+SUFFIX = ".prefix"
+PART = ".part"  # of a file that is being written
+TOKENS = "tokens"
+
+
+class KeptPrefixes:
+    """The files in `folder`, of at most `limit` bytes in all; those used last stay.
+
+    `identity`: of the model, its kernels and its drafter. Files of others are never read.
+    """
+
+    def __init__(self, folder: Path, identity: str, limit: int) -> None:
+        self._folder = folder
+        self._limit = limit
+        self.root = hashlib.sha256(identity.encode()).hexdigest()
+        self._failed = False
+        for part in folder.glob(f"*.*{PART}"):
+            *_, process, _ = part.name.split(".")
+            if process.isdigit() and not psutil.pid_exists(int(process)):  # it was killed
+                with suppress(OSError):
+                    part.unlink()
+
+    def name(self, parent: str, tokens: Sequence[int]) -> str:
+        """Return the name of the chunk of these tokens behind a chunk, or behind `root`."""
+        return hashlib.sha256(parent.encode() + np.asarray(tokens, "<i8").tobytes()).hexdigest()
+
+    def load(self, name: str, tokens: Sequence[int]) -> dict[str, torch.Tensor] | None:
+        """Return the tensors of a chunk; None if it is not kept or its file is damaged."""
+        path = self._path(name)
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                checksum = (file.metadata() or {}).get("checksum")
+            if checksum != _checksum(tensors) or tensors.pop(TOKENS).tolist() != list(tokens):
+                raise ValueError("its content is not what was written")
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            logger.warning("a kept prefix is ignored: %s is damaged (%s)", path, error)
+            return None
+        self.touch(name)
+        return tensors
+
+    def touch(self, name: str) -> None:
+        """Note that a chunk was used."""
+        with suppress(OSError):
+            os.utime(self._path(name))
+
+    def save(self, name: str, tokens: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a chunk. After a failure, as of a full disk, no more are written."""
+        if self._failed:
+            return
+        named = {TOKENS: torch.tensor(tokens), **tensors}
+        path = self._path(name)
+        part = path.with_name(f"{name}.{os.getpid()}{PART}")
+        try:
+            self._folder.mkdir(exist_ok=True)
+            if self._make_room(sum(tensor.nbytes for tensor in named.values()), path):
+                save_file(named, part, {"checksum": _checksum(named)})
+                os.replace(part, path)
+        except (OSError, SafetensorError) as error:
+            self._failed = True
+            logger.warning("prefixes are no longer kept: %s can't be written (%s)", path, error)
+            with suppress(OSError):
+                part.unlink()
+
+    def _make_room(self, needed: int, path: Path) -> bool:
+        """Remove the files used longest ago; return whether `path` may have so many bytes."""
+        files = [(entry.stat(), entry) for entry in self._folder.glob(f"*{SUFFIX}")]
+        files.sort(key=lambda file: file[0].st_mtime_ns)
+        used = sum(stat.st_size for stat, entry in files if entry != path)
+        for stat, entry in files:
+            if used + needed <= self._limit:
+                break
+            if entry != path:
+                entry.unlink(missing_ok=True)
+                used -= stat.st_size
+        return used + needed <= self._limit
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}{SUFFIX}"
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a checksum of tensors with their names, types and shapes."""
+    checksum = 0
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        checksum = zlib.crc32(f"{name} {tensor.dtype} {tensor.shape}".encode(), checksum)
+        content = tensor.view(-1).view(torch.uint8).numpy().tobytes()
+        checksum = zlib.crc32(content, checksum)
+    return f"{checksum:08x}"
