@@ -31,7 +31,7 @@ SNAPSHOTS = 32
 class Chunk:
     """One chunk of tokens, behind those of its parents.
 
-    - `key`: its tokens.
+    - `key`: its tokens (`SequenceState.prefix_key`).
     - `kv`: the target's keys and values; empty once the chunk is dropped.
     - `last_hidden`: the hidden states `[1, layers * d]` of the last token, if known.
     - `draft`: the drafter's rows, if known.
@@ -70,8 +70,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._by_use)
 
-    def find(self, ids: Sequence[int], drafter: Drafter | None = None) -> list[Chunk]:
-        """Return the chunks that `ids` begin with, leaving at least one token.
+    def find(self, key: Sequence[int], drafter: Drafter | None = None) -> list[Chunk]:
+        """Return the chunks that a text begins with, leaving at least one token.
+
+        `key`: the text's `SequenceState.prefix_key`.
 
         For a drafter that reads the hidden states of every token, they end where neither its rows
         nor the hidden states are known.
@@ -82,8 +84,8 @@ class PrefixCache:
         chunk = self._root
         chunks = list[Chunk]()
         has_rows = True
-        for begin in range(0, len(ids) - self.size, self.size):
-            following = chunk.children.get(tuple(ids[begin : begin + self.size]))
+        for begin in range(0, len(key) - self.size, self.size):
+            following = chunk.children.get(tuple(key[begin : begin + self.size]))
             if following is None:
                 break
             read = following.draft is not None and following.last_hidden is not None
@@ -118,7 +120,7 @@ class PrefixCache:
         assert cache is not None
         at = len(sequence.chunks)
         parent = sequence.chunks[-1] if sequence.chunks else self._root
-        key = tuple(sequence.ids[at * self.size : (at + 1) * self.size])
+        key = tuple(sequence.prefix_key[at * self.size : (at + 1) * self.size])
         last_hidden = sequence.last_hidden.get(at)
         chunk = parent.children.get(key)
         if chunk is not None and chunk in self._by_use:

@@ -19,7 +19,7 @@ from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
 from quickbeam.methods.base import Method
-from quickbeam.models.base import Draws
+from quickbeam.models.base import Draws, ImageRows
 from quickbeam.models.cache.kv import SequenceCache
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.noise import NativeNoise
@@ -56,6 +56,7 @@ class Request:
     - `choice`: which of several answers to the prompt this is.
     - `tenant`: whose request it is. Tenants are served alike; None for a program's own requests.
     - `prediction`: token ids of a text that the answer is expected to be much like; or none.
+    - `images`: in place of some of the prompt's tokens, in order.
     """
 
     prompt: Sequence[int]
@@ -70,6 +71,7 @@ class Request:
     choice: int = 0
     tenant: Hashable = None
     prediction: Sequence[int] = ()
+    images: Sequence[ImageRows] = ()
 
     def __post_init__(self) -> None:
         self.prompt = list(self.prompt)  # the caller may change its list later
@@ -177,6 +179,19 @@ class SequenceState:
         That is all of the prompt at first. Once there is an answer, it is all but the last token.
         """
         return len(self.ids) - self.started - self.read
+
+    @property
+    def prefix_key(self) -> Sequence[int]:
+        """A number for each of the ids, by which the prefix cache knows what was computed of it.
+
+        That is the id. A row of an image has a negative number, which no other image's rows have.
+        """
+        if not self.request.images:
+            return self.ids
+        key = list(self.ids)
+        for image in self.request.images:
+            key[image.first : image.end] = [-image.key - row for row in range(len(image.rows))]
+        return key
 
     @property
     def remaining(self) -> int:

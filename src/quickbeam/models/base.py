@@ -47,15 +47,45 @@ def inference(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+class ImageRows(NamedTuple):
+    """Rows of an image, in place of the embeddings of tokens that follow one another.
+
+    `first`: the index of the first of these tokens. `rows`: `[n, d]`, as `Model.embedding` returns
+    rows. `key`: a large number that no other image's rows have.
+    """
+
+    first: int
+    rows: torch.Tensor
+    key: int
+
+    @property
+    def end(self) -> int:
+        """The index behind the last of the tokens."""
+        return self.first + len(self.rows)
+
+
+def images_between(images: Sequence[ImageRows], first: int, end: int) -> list[ImageRows]:
+    """Return what `images` have of the tokens `first` to `end` (excluded), counted from `first`."""
+    between = list[ImageRows]()
+    for image in images:
+        begin = max(image.first, first)
+        rows = image.rows[begin - image.first : max(0, end - image.first)]
+        if len(rows):
+            between.append(ImageRows(begin - first, rows, image.key))
+    return between
+
+
 class Chain(NamedTuple):
     """Tokens of a text that follow a sequence's committed tokens.
 
-    `wanted`: how many of the last tokens need logits after them.
+    `wanted`: how many of the last tokens need logits after them. `images`: in place of some tokens'
+    embeddings; their indices count from the first of `tokens`.
     """
 
     cache: SequenceCache
     tokens: Sequence[int]
     wanted: int = 1
+    images: Sequence[ImageRows] = ()
 
     @property
     def rows(self) -> int:

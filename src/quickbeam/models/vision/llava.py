@@ -1,0 +1,50 @@
+"""LLaVA: the middle square of an image in one size, whatever its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quickbeam.models.vision.base import CutImage, ImageFamily
+
+
+class Llava(ImageFamily):
+    def cut(self, image: Any) -> CutImage:
+        if self.setting("do_pad", False):
+            image = self._on_square(image)
+        if self.setting("do_resize", True):
+            image = self._resized(image)
+        if self.setting("do_center_crop", True):
+            image = _middle(image, self.setting("crop_size", {"height": 224, "width": 224}))
+        patch = self.config.vision_config.patch_size
+        rows = (image.width // patch) * (image.height // patch)
+        is_clip = "clip" in self.config.vision_config.model_type  # with a row of no patch
+        if is_clip and self.config.vision_feature_select_strategy == "full":
+            rows += 1
+        return CutImage([self.normalised(image)], self.mark * rows)
+
+    def _on_square(self, image: Any) -> Any:
+        """Return the image in the middle of a square of the mean colour."""
+        side = max(image.size)
+        colour = tuple(int(value * 255) for value in self.setting("image_mean", self.mean))
+        corner = (side - image.width) // 2, (side - image.height) // 2
+        square = image.resize((side, side))
+        square.paste(colour, (0, 0, side, side))
+        square.paste(image, corner)
+        return square
+
+    def _resized(self, image: Any) -> Any:
+        size = self.setting("size", {"shortest_edge": 224})
+        if "shortest_edge" not in size:
+            return self.resized(image, int(size["width"]), int(size["height"]))
+        shortest = int(size["shortest_edge"])
+        longest = int(shortest * max(image.size) / min(image.size))
+        if image.width <= image.height:
+            return self.resized(image, shortest, longest)
+        return self.resized(image, longest, shortest)
+
+
+def _middle(image: Any, size: dict[str, int]) -> Any:
+    """Return the middle of an image; black around it where it is smaller."""
+    width, height = int(size["width"]), int(size["height"])
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))

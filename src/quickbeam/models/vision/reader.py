@@ -1,0 +1,175 @@
+"""Reads the images of a prompt: text and images become token ids, and rows for some of them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from quickbeam.errors import InvalidInput
+from quickbeam.models.base import ImageRows
+from quickbeam.models.vision.base import CutImage, ImageFamily
+from quickbeam.models.vision.idefics3 import Idefics3
+from quickbeam.models.vision.image import PromptImage, check_total
+from quickbeam.models.vision.internvl import InternVL
+from quickbeam.models.vision.lfm2_vl import Lfm2VL
+from quickbeam.models.vision.llava import Llava
+from quickbeam.models.vision.tower import load_tower
+from quickbeam.models.weights.checkpoint import read_json
+
+IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {  # by the whole model's model_type
+    "idefics3": Idefics3,
+    "internvl": InternVL,
+    "lfm2_vl": Lfm2VL,
+    "llava": Llava,
+    "smolvlm": Idefics3,
+}
+CACHED_BYTES = 64 << 20  # of rows that are kept for images that come again
+KEY_BITS = 32  # of a row's index in the key of an image
+
+
+class PromptIds(list[int]):
+    """The token ids of a prompt, and the `images` whose rows stand in place of some of them."""
+
+    def __init__(self, ids: Sequence[int], images: Sequence[ImageRows]) -> None:
+        super().__init__(ids)
+        self.images = images
+
+
+class ReadImage(NamedTuple):
+    """What stands for an image in the prompt's text, and its rows, `[n, d]`."""
+
+    text: str
+    rows: torch.Tensor
+
+
+class ImageReader:
+    """Reads images for one model.
+
+    `folder`: the checkpoint's. `kind`: the whole model's `model_type`, one of `IMAGE_FAMILIES`.
+    `max_pixels`: as of `ImageFamily`. transformers and the weights of the vision tower are loaded
+    for the first image. Each image is a call of the tower of its own, so its rows have the same
+    bits whatever else is read. Calls from several threads wait for one another.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        kind: str,
+        tokenizer: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_pixels: int | None = None,
+    ) -> None:
+        self._folder, self._kind, self._tokenizer = folder, kind, tokenizer
+        self._dtype, self._device, self._max_pixels = dtype, device, max_pixels
+        self._lock = threading.RLock()
+        self._family: ImageFamily | None = None
+        self._tower: Any = None
+        self._cached = OrderedDict[bytes, ReadImage]()  # by digest, least recently used first
+
+    @property
+    def mark(self) -> str:
+        """The token that an image's rows stand for, as text; once in a text for each image."""
+        return self._load().mark
+
+    def read(self, text: str, images: Sequence[PromptImage], most: int) -> PromptIds:
+        """Return the ids of a prompt whose text has a `mark` for each of the `images`.
+
+        `most`: how many ids there may be. Raises `InvalidInput` for more, and for a text with
+        another number of marks.
+        """
+        check_total(images)
+        with self._lock:
+            family = self._load()
+            before, *behind = text.split(family.mark)
+            if len(behind) != len(images):
+                raise InvalidInput(
+                    f"{len(images)} images, and {len(behind)} times {family.mark} in the prompt: "
+                    "leave it out of the text, and give images in the user's messages alone"
+                )
+            known = dict[bytes, CutImage | ReadImage]()
+            texts = [before]
+            for image, following in zip(images, behind, strict=True):
+                if image.digest not in known:
+                    cached = self._cached.get(image.digest)
+                    known[image.digest] = cached or family.cut(image.decode())
+                texts += [known[image.digest].text, following]
+            ids = self._tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
+            if len(ids) > most:
+                raise InvalidInput(
+                    f"a prompt of {len(ids)} tokens, images included: at most {most} fit; shorten "
+                    "it, or give fewer images"
+                )
+            read = dict[bytes, ReadImage]()
+            for digest, cut in known.items():
+                read[digest] = cut if isinstance(cut, ReadImage) else self._run_tower(cut)
+                self._keep(digest, read[digest])
+            return PromptIds(ids, self._place(ids, images, read))
+
+    def _load(self) -> ImageFamily:
+        with self._lock:
+            if self._family is None:
+                from transformers import AutoConfig
+
+                config = AutoConfig.from_pretrained(self._folder, trust_remote_code=False)
+                mark = self._tokenizer.decode([config.image_token_id], skip_special_tokens=False)
+                family = IMAGE_FAMILIES[self._kind](
+                    config, processor_settings(self._folder), mark, self._max_pixels
+                )
+                self._tower = load_tower(self._folder, config, self._dtype, self._device)
+                self._family = family
+            return self._family
+
+    @torch.inference_mode()
+    def _run_tower(self, cut: CutImage) -> ReadImage:
+        assert self._family is not None
+        tiles = [tile.to(self._device, self._dtype) for tile in cut.tiles]
+        return ReadImage(cut.text, self._family.features(self._tower, tiles).cpu())
+
+    def _keep(self, digest: bytes, read: ReadImage) -> None:
+        """Keep an image that was read last, and drop those that were read first."""
+        self._cached[digest] = read
+        self._cached.move_to_end(digest)
+        while sum(kept.rows.nbytes for kept in self._cached.values()) > CACHED_BYTES:
+            self._cached.popitem(last=False)
+
+    def _place(
+        self, ids: Sequence[int], images: Sequence[PromptImage], read: Mapping[bytes, ReadImage]
+    ) -> list[ImageRows]:
+        """Return the rows of the images, with the indices of their tokens among `ids`."""
+        assert self._family is not None
+        token = self._family.config.image_token_id
+        indices = [index for index, each in enumerate(ids) if each == token]
+        rows = [len(read[image.digest].rows) for image in images]
+        if len(indices) != sum(rows):
+            raise InvalidInput(
+                f"the images have {sum(rows)} rows, and the prompt {len(indices)} tokens for them: "
+                "the files of the image processor, tokenizer and model are of different models"
+            )
+        placed = list[ImageRows]()
+        first = 0
+        for image, count in zip(images, rows, strict=True):
+            of_image = enumerate(indices[first : first + count])
+            # rows that follow one another have the same distance to their indices
+            for _, run in groupby(
+                of_image, lambda row_and_index: row_and_index[1] - row_and_index[0]
+            ):
+                run_rows = list(run)
+                row, index = run_rows[0]
+                key = (int.from_bytes(image.digest, "big") << KEY_BITS) + row + 1
+                of_run = read[image.digest].rows[row : row + len(run_rows)]
+                placed.append(ImageRows(index, of_run, key))
+            first += count
+        return placed
+
+
+def processor_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of a folder's image processor; none where no file has any."""
+    settings = read_json(folder / "processor_config.json").get("image_processor")
+    return settings or read_json(folder / "preprocessor_config.json")

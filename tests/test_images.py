@@ -1,0 +1,396 @@
+"""Prompts with images: logits and tokens as transformers has them, the same answers with drafts,
+from the prefix cache and in a batch."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cases import refuses
+from docs import save_drafter
+from models import tiny
+from quickbeam.engine.sequence import SequenceState
+from quickbeam.llm import LLM
+from quickbeam.models.base import Batch, Chain, ImageRows, images_between
+from quickbeam.models.native import library
+from quickbeam.models.torch.model import TorchModel
+from quickbeam.models.vision import base, reader
+from quickbeam.models.vision.reader import PromptIds, processor_settings
+from quickbeam.models.weights.checkpoint import Checkpoint
+from quickbeam.params import SamplingParams
+
+pytest.importorskip("PIL", reason="images need Pillow")
+pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+
+from vision import KINDS, MARK, asked, picture, vision_folder  # noqa: E402
+
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
+DRAWN = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.9, seed=3)
+
+
+@pytest.fixture(scope="module")
+def models(toy_folder, tmp_path_factory):
+    """By kind, a folder and transformers' model, made when they are asked for."""
+    made = {}
+
+    def of(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            made[kind] = folder, vision_folder(kind, toy_folder, folder)
+        return made[kind]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def llm(models):
+    """One that reads images in tiles."""
+    folder, _ = models("smolvlm")
+    with LLM(str(folder), "auto", dtype="float32") as llm:
+        yield llm
+
+
+def two_images(first=1, second=2):
+    return asked("see ", picture(first, 60, 34), " and ", picture(second), " or not?")
+
+
+def inputs_of(kind, folder, images):
+    """What transformers' own image processor makes of images, for its model's `forward`."""
+    settings = processor_settings(folder)
+    if kind == "lfm2_vl":  # whose processor needs torchvision
+        family = reader.IMAGE_FAMILIES[kind](None, settings, MARK, None)
+        tiles = [tile for image in images for tile in family.cut(image).tiles]
+        holder = SimpleNamespace()
+        holder.get_image_features = lambda **given: (
+            caught.update(given) or SimpleNamespace(pooler_output=[torch.empty(0)])
+        )
+        caught = {}
+        family.features(holder, tiles)
+        return caught
+    if kind == "internvl":
+        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
+            GotOcr2ImageProcessorPil as Processor,
+        )
+
+        inputs = Processor(**settings, crop_to_patches=True)(images, return_tensors="pt")
+        return {"pixel_values": inputs["pixel_values"]}
+    if kind == "llava":
+        from transformers.models.llava.image_processing_pil_llava import (
+            LlavaImageProcessorPil as Processor,
+        )
+
+        return dict(Processor(**settings)(images, return_tensors="pt"))
+    from transformers.models.idefics3.image_processing_pil_idefics3 import (
+        Idefics3ImageProcessorPil as Processor,
+    )
+
+    return dict(Processor(**settings)([[*images]], return_tensors="pt"))
+
+
+def images_of(conversation):
+    parts = conversation[0]["content"]
+    return [part["image"] for part in parts if part["type"] == "image"]
+
+
+def logits_of(model, ids, chunk, images=None):
+    """`[n, vocab]` of a prompt that is read in chunks."""
+    images = ids.images if images is None else images
+    store, logits = model.pool.new(), []
+    for begin in range(0, len(ids), chunk):
+        part = ids[begin : begin + chunk]
+        rows = images_between(images, begin, begin + len(part))
+        (passed,) = model.forward(Batch([Chain(store, part, len(part), rows)]))
+        store.commit(range(len(part)))
+        logits.append(passed.logits.clone())
+    store.release()
+    return torch.cat(logits)
+
+
+def off(ours, right):
+    return float((ours - right).abs().max() / right.abs().max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(kind, models):
+    folder, model = models(kind)
+    conversation = two_images()
+    with LLM(str(folder), "ar", dtype="float32") as llm:
+        ids = llm.encode_chat(conversation)
+        assert len({image.key >> reader.KEY_BITS for image in ids.images}) == 2
+        inputs = inputs_of(kind, folder, images_of(conversation))
+        right = model(input_ids=torch.tensor([ids]), **inputs, use_cache=False).logits[0]
+        for chunk in (512, 7):
+            assert off(logits_of(llm.model, ids, chunk), right) < 5e-5
+        late = [image._replace(first=image.first + 1) for image in ids.images]
+        assert off(logits_of(llm.model, ids, 512, late), right) > 0.01, "rows off by one"
+        swapped = [ImageRows(image.first, image.rows.flip(0), 1) for image in ids.images]
+        assert off(logits_of(llm.model, ids, 512, swapped), right) > 0.01, "rows in another order"
+
+        # and its tokens
+        text, answer = [*ids], []
+        for _ in range(GREEDY.max_tokens):
+            logits = model(input_ids=torch.tensor([text]), **inputs, use_cache=False).logits
+            answer.append(int(logits[0, -1].argmax()))
+            text.append(answer[-1])
+        assert llm.chat(conversation, GREEDY).token_ids == answer
+
+    checkpoint = Checkpoint(folder, torch.float32)
+    pytorch = TorchModel(checkpoint, checkpoint.stack, torch.device("cpu"))
+    for chunk in (512, 7):
+        assert off(logits_of(pytorch, ids, chunk), right) < 5e-5
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "lfm2_vl"])  # the latter has recurrent layers
+@pytest.mark.parametrize("params", [GREEDY, DRAWN])
+def test_drafts_change_no_answer(kind, params, models, toy_folder, tmp_path):
+    folder, _ = models(kind)
+    with LLM(str(folder), "ar", dtype="float32") as llm:
+        right = llm.chat(two_images(), params).token_ids
+        for method in ("auto", "pld", "recycling", "logitspec"):
+            answer = llm.chat(two_images(), params, method=method)
+            assert answer.token_ids == right, method
+        vocab = llm.model.vocab_size
+
+    # a smaller model that reads text alone, and a head that reads the target's hidden states
+    small = tmp_path / "small"
+    shutil.copytree(folder, small)
+    (small / "model.safetensors").unlink()
+    config = tiny("llama").config
+    config.vocab_size = vocab
+    tiny("llama", config=config).save_pretrained(small)
+    (small / "preprocessor_config.json").unlink()
+    head = tmp_path / "head"
+    save_drafter(head, vocab, 32, 3)
+    for drafter in (small, head):
+        with LLM(str(folder), "dyspec", dtype="float32", drafter=str(drafter)) as llm:
+            for _ in range(2):  # the second from the prefix cache
+                answer = llm.chat(two_images(), params)
+                assert answer.token_ids == right
+                assert answer.statistics.sources["drafter"].drafted > 0
+            other = llm.chat(two_images(2, 1), params)
+        with LLM(str(folder), "ar", dtype="float32") as llm:
+            assert other.token_ids == llm.chat(two_images(2, 1), params).token_ids
+
+
+def long_conversation(seed):
+    return asked("Say what there is in this picture: ", picture(seed, 60, 34), " and " + "x" * 90)
+
+
+def test_images_share_no_prefix(llm, monkeypatch):
+    """Images with the same placeholders, one after the other and side by side."""
+    size = llm.engine.prefixes.size
+    alone = {}
+    for seed in range(4):
+        llm.reset()
+        alone[seed] = llm.chat(long_conversation(seed), GREEDY).token_ids
+    assert len(set(map(tuple, alone.values()))) > 1
+    prompts = [llm.encode_chat(long_conversation(seed)) for seed in range(4)]
+    assert all([*prompt] == [*prompts[0]] for prompt in prompts)
+    first_row = prompts[0].images[0].first
+
+    def one_by_one():
+        llm.reset()
+        return [llm.chat(long_conversation(seed), GREEDY) for seed in (0, 1, 2, 3, 0)]
+
+    answers = one_by_one()
+    assert [answer.token_ids for answer in answers] == [alone[seed] for seed in (0, 1, 2, 3, 0)]
+    cached = [answer.statistics.cached_tokens for answer in answers]
+    assert cached[:4] == [0, *[first_row // size * size] * 3]
+    assert cached[4] == (len(prompts[0]) - 1) // size * size
+    llm.reset()
+    together = llm.generate([*prompts, prompts[0]], GREEDY)
+    assert [answer.token_ids for answer in together] == [alone[s] for s in (0, 1, 2, 3, 0)]
+
+    monkeypatch.setattr(SequenceState, "prefix_key", property(lambda self: self.ids))
+    wrong = one_by_one()
+    assert [answer.token_ids for answer in wrong] != [answer.token_ids for answer in answers]
+
+
+def test_an_image_that_was_read_is_read_no_more(llm, monkeypatch):
+    """And the next turn of a conversation begins with what is cached of the first."""
+    calls = []
+    tower = type(llm.images)._run_tower
+    monkeypatch.setattr(
+        reader.ImageReader, "_run_tower", lambda self, cut: calls.append(1) or tower(self, cut)
+    )
+    turn = long_conversation(11)
+    first = llm.chat(turn, GREEDY)
+    assert len(calls) == 1
+    answered = {"role": "assistant", "content": first.text}
+    turns = [*turn, answered, *asked("and here? ", picture(12))]
+    second = llm.chat(turns, GREEDY)
+    assert len(calls) == 2 and second.statistics.cached_tokens > 0
+    llm.reset()
+    assert llm.chat(turns, GREEDY).token_ids == second.token_ids
+    assert len(calls) == 2
+    monkeypatch.setattr(reader, "CACHED_BYTES", 1)
+    assert llm.chat(turns, GREEDY).token_ids == second.token_ids
+    assert llm.chat(turns, GREEDY).token_ids == second.token_ids
+    assert len(calls) == 4, "the first time they were still kept"
+
+
+def test_images_among_texts(llm):
+    texts = ["abc abc", "the cat sat on the cat"]
+    ids = [llm.tokenizer(text)["input_ids"] for text in texts]
+    prompts = [ids[0], llm.encode_chat(two_images()), ids[1], llm.encode_chat(long_conversation(5))]
+    for params in (GREEDY, DRAWN):
+        alone = []
+        for prompt in prompts:
+            llm.reset()
+            alone.append(llm.generate(prompt, params, method="ar").token_ids)
+        llm.reset()
+        together = llm.generate(prompts, params)
+        assert [answer.token_ids for answer in together] == alone
+
+
+def test_a_preempted_sequence_reads_its_images_again(models):
+    folder, _ = models("smolvlm")
+    params = SamplingParams(max_tokens=90, ignore_eos=True, temperature=0)
+    with LLM(str(folder), "ar", dtype="float32", share_prefixes=False) as llm:
+        prompts = [llm.encode_chat(long_conversation(seed)) for seed in (1, 2)]
+        alone = [llm.generate(prompt, params).token_ids for prompt in prompts]
+        page = llm.model.pool.page
+        llm.model.pool.limit = 2 * -(-len(prompts[0]) // page) + 3
+        answers = llm.generate(prompts, params)
+        assert [answer.token_ids for answer in answers] == alone
+        assert sum(answer.statistics.preemptions for answer in answers) > 0
+
+
+def test_a_text_alone_is_read_as_before(llm):
+    text = [{"role": "user", "content": "abc"}]
+    assert not isinstance(llm.encode_chat(text), PromptIds)
+    ids = llm.tokenizer(f"user: {MARK}\n> ", add_special_tokens=False)["input_ids"]
+    assert llm.encode_chat([{"role": "user", "content": MARK}]) == ids
+    refuses("1 images, and 2 times <image>", llm.chat, asked(f"an {MARK} ", picture(1)))
+    no_images = {"chat_template": "x"}
+    refuses("1 images, and 0 times", llm.chat, asked("", picture(1)), template=no_images)
+
+
+def test_a_template_that_takes_texts_alone(llm):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}> "
+    conversation = asked("see", picture(1))
+    ids = llm.encode_chat(conversation, chat_template=template)
+    text = llm.tokenizer.decode(ids)
+    assert text.startswith("user: see\n<fake_token_around_image>") and text.endswith("\n> ")
+    assert len(ids.images) == len(llm.encode_chat(conversation).images)
+
+
+def test_a_prompt_with_too_many_images_is_refused_before_they_are_read(llm, monkeypatch):
+    monkeypatch.setattr(reader.ImageReader, "_run_tower", lambda self, cut: 1 / 0)
+    images = [picture(seed, 8, 8) for seed in range(400, 440)]
+    limit = llm.room(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model.pool, "limit", 8)
+        refuses("images included: at most .* fit", llm.chat, asked(*images))
+    assert llm.room(0) == limit
+
+
+def test_rows_of_images_between_tokens():
+    rows = torch.arange(6.0)[:, None]
+    images = [ImageRows(2, rows[:3], 7), ImageRows(8, rows[3:], 9)]
+    for first in range(12):
+        for end in range(first, 14):
+            right = {index - first for index in (2, 3, 4, 8, 9, 10) if first <= index < end}
+            between = images_between(images, first, end)
+            assert {i for image in between for i in range(image.first, image.end)} == right
+            for image in between:
+                index = image.first + first
+                assert image.rows[0, 0] == (index - 2 if index < 8 else index - 5)
+
+
+# what images are cut into
+
+
+def family_of(kind, models, max_pixels=None):
+    folder, model = models(kind)
+    settings = processor_settings(folder)
+    return reader.IMAGE_FAMILIES[kind](model.config, settings, MARK, max_pixels)
+
+
+SHAPES = [(60, 34), (34, 60), (32, 32), (33, 31), (200, 40), (9, 14), (640, 480), (96, 96)]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"lfm2_vl"}))
+def test_pixels_are_those_of_transformers(kind, models):
+    family = family_of(kind, models)
+    folder, _ = models(kind)
+    for width, height in SHAPES:
+        image = picture(width, width, height)
+        tiles = torch.stack([*family.cut(image).tiles])
+        right = inputs_of(kind, folder, [image])["pixel_values"]
+        assert torch.equal(tiles, right.reshape(tiles.shape)), (width, height)
+
+
+def text_of_tiles(kind, columns, rows, tile, whole):
+    """What transformers' processor writes for an image; `tile`, `whole`: rows of these."""
+    own = dict(image_token=MARK, fake_image_token="<fake_token_around_image>")
+    own |= dict(global_image_tag="<global-img>", image_seq_len=tile)
+    own |= dict(image_start_token="<|image_start|>", image_end_token="<|image_end|>")
+    own |= dict(image_thumbnail_token="<|img_thumbnail|>", image_seq_length=tile)
+    own |= dict(start_image_token="<img>", end_image_token="</img>")
+    if kind == "lfm2_vl":
+        from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+
+        build = Lfm2VlProcessor._build_image_tokens
+        return build(SimpleNamespace(**own), rows, columns, tile, whole, True, True)
+    if kind == "internvl":
+        from transformers.models.internvl.processing_internvl import InternVLProcessor
+
+        tiles = columns * rows + (columns * rows > 1)
+        given = {"num_patches": [tiles]}
+        return InternVLProcessor.replace_image_token(SimpleNamespace(**own), given, 0)
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
+    split = columns * rows > 1
+    given = {"rows": [[rows * split]], "cols": [[columns * split]]}
+    return Idefics3Processor.replace_image_token(SimpleNamespace(**own), given, 0)
+
+
+@pytest.mark.parametrize(
+    "kind, grids",
+    [
+        ("smolvlm", {(60, 34): (3, 2), (34, 60): (2, 3), (32, 32): (3, 3), (300, 9): (3, 1)}),
+        ("internvl", {(60, 34): (2, 1), (34, 60): (1, 2), (32, 32): (1, 1), (300, 9): (4, 1)}),
+        ("lfm2_vl", {(120, 68): (4, 2), (68, 120): (2, 4), (60, 34): (1, 1), (300, 9): (10, 1)}),
+    ],
+)
+def test_texts_are_those_of_transformers(kind, grids, models):
+    family = family_of(kind, models)
+    for size, (columns, rows) in grids.items():
+        cut = family.cut(picture(1, *size))
+        text = cut.text
+        whole = text.rpartition("|img_thumbnail|" if "thumbnail" in text else "|image_start|")[2]
+        whole_rows = whole.count(MARK)
+        assert text == text_of_tiles(kind, columns, rows, 4, whole_rows), size
+        assert text.count(MARK) == 4 * (len(cut.tiles) - 1) + (
+            whole_rows if kind == "lfm2_vl" else 4
+        )
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "internvl", "lfm2_vl"])
+def test_fewer_pixels_are_fewer_rows(kind, models, monkeypatch):
+    monkeypatch.setattr(base, "MAX_ROWS", 20)
+    counts = {}
+    for width, height in SHAPES:
+        image = picture(3, width, height)
+        rows = family_of(kind, models).cut(image).text.count(MARK)
+        assert 0 < rows <= 20
+        for max_pixels in (1, 3 * 1024, 7 * 1024, 10**7):
+            cut = family_of(kind, models, max_pixels).cut(image)
+            pixels = sum(tile.shape[1] * tile.shape[2] for tile in cut.tiles)
+            assert pixels <= max(max_pixels, 32 * 32)
+            counts.setdefault(max_pixels, []).append(cut.text.count(MARK))
+    few, some, more, all_rows = map(sum, counts.values())
+    assert few < some <= more <= all_rows
+
+
+def test_an_image_of_another_size_of_numbers(models):
+    """In bfloat16, where answers with drafts are those without, too."""
+    folder, _ = models("internvl")
+    with LLM(str(folder), "ar") as llm:
+        right = llm.chat(two_images(), GREEDY).token_ids
+        assert llm.chat(two_images(), GREEDY, method="auto").token_ids == right
+        (first, *_) = llm.encode_chat(two_images()).images
+        assert first.rows.dtype is torch.bfloat16
