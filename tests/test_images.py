@@ -14,6 +14,8 @@ from quickbeam.engine.sequence import SequenceState
 from quickbeam.llm import LLM
 from quickbeam.models.base import Batch, Chain, ImageRows, images_between
 from quickbeam.models.native import library
+from quickbeam.models.native.operands import RowList
+from quickbeam.models.native.program import Program
 from quickbeam.models.torch.model import TorchModel
 from quickbeam.models.vision import base, reader
 from quickbeam.models.vision.reader import PromptIds, processor_settings
@@ -283,7 +285,8 @@ def test_a_prompt_with_too_many_images_is_refused_before_they_are_read(llm, monk
     limit = llm.room(0)
     with monkeypatch.context() as patch:
         patch.setattr(llm.model.pool, "limit", 8)
-        refuses("images included: at most .* fit", llm.chat, asked(*images))
+        refuses("40 images have more rows than", llm.chat, asked(*images))
+        refuses("images included: at most .* fit", llm.chat, asked(images[0], "x" * 600))
     assert llm.room(0) == limit
 
 
@@ -394,3 +397,29 @@ def test_an_image_of_another_size_of_numbers(models):
         assert llm.chat(two_images(), GREEDY, method="auto").token_ids == right
         (first, *_) = llm.encode_chat(two_images()).images
         assert first.rows.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_that_a_call_brings_in_place_of_embeddings(threads):
+    kernels, width = library.kernels(), 40
+    table = torch.randn(9, width)
+    program = Program(kernels)
+    target, given = program.external("x", width, True), program.external("embedded", 1)
+    program.embed(table, target, scale=2.0, given=given)
+    tokens, x = [3, 1, 4, 1, 5, 8, 2], torch.empty(7, width)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        one, two, three = (torch.randn(count, width) for count in (1, 2, 3))
+        for embedded in ({}, {2: three}, {0: one, 5: two}, {}):
+            rows = RowList()
+            zeros = [0] * 7
+            rows.add(0, tokens, zeros, zeros, zeros, [()] * 7, ())
+            rows.embedded.update(embedded)
+            program.run(rows, {"x": x, "embedded": rows.embedded_addresses})
+            right = 2 * table[tokens]
+            for first, brought in embedded.items():
+                right[first : first + len(brought)] = brought
+            assert torch.equal(x, right)
+    finally:
+        torch.set_num_threads(before)

@@ -28,7 +28,8 @@ MAX_FILE_PIXELS = 32_000_000  # of one image, as it comes
 MAX_TOTAL_PIXELS = 4 * MAX_FILE_PIXELS  # of all images of a prompt together
 MAX_RATIO = 50  # of an image's longer side to the shorter one
 MAX_FILE_BYTES = 64_000_000
-DECODE_SECONDS = 10.0
+DECODE_SECONDS = 5.0
+READ_BYTES = 4096  # of a file that are decoded before the time is looked at again
 
 
 def pillow() -> Any:
@@ -98,6 +99,7 @@ class PromptImage:
         file = TimedFile(self._data, time.monotonic() + DECODE_SECONDS)
         try:
             image = pil_image.open(file, formats=tuple(FORMATS.values()))
+            image.decodermaxblock = READ_BYTES
             animated = image.format != "MPO" and getattr(image, "is_animated", False)
         except Exception as error:
             raise _unreadable(error) from error

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from quickbeam.models.vision.base import CutImage, ImageFamily
+from quickbeam.models.vision.image import pillow
+
+LONGEST = 4096  # pixels of a side of the square around an image
 
 
 class Llava(ImageFamily):
@@ -23,12 +26,14 @@ class Llava(ImageFamily):
         return CutImage([self.normalised(image)], self.mark * rows)
 
     def _on_square(self, image: Any) -> Any:
-        """Return the image in the middle of a square of the mean colour."""
+        """Return the image in the middle of a square of the mean colour, of at most `LONGEST`."""
+        image = image.copy()
+        image.thumbnail((LONGEST, LONGEST))
         side = max(image.size)
         colour = tuple(int(value * 255) for value in self.setting("image_mean", self.mean))
         corner = (side - image.width) // 2, (side - image.height) // 2
-        square = image.resize((side, side))
-        square.paste(colour, (0, 0, side, side))
+        pil_image, _ = pillow()
+        square = pil_image.new("RGB", (side, side), colour)
         square.paste(image, corner)
         return square
 

@@ -85,6 +85,8 @@ class ImageReader:
         another number of marks.
         """
         check_total(images)
+        if len(images) > most:
+            raise _too_many(len(images), most)
         with self._lock:
             family = self._load()
             before, *behind = text.split(family.mark)
@@ -94,12 +96,15 @@ class ImageReader:
                     "leave it out of the text, and give images in the user's messages alone"
                 )
             known = dict[bytes, CutImage | ReadImage]()
-            texts = [before]
-            for image, following in zip(images, behind, strict=True):
+            texts, rows = [before], 0
+            for number, (image, following) in enumerate(zip(images, behind, strict=True), 1):
                 if image.digest not in known:
                     cached = self._cached.get(image.digest)
-                    known[image.digest] = cached or family.cut(image.decode())
+                    known[image.digest] = cached or self._cut(image, number)
                 texts += [known[image.digest].text, following]
+                rows += texts[-2].count(family.mark)
+                if rows > most:  # before further images are decoded
+                    raise _too_many(len(images), most)
             ids = self._tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
             if len(ids) > most:
                 raise InvalidInput(
@@ -125,6 +130,15 @@ class ImageReader:
                 self._tower = load_tower(self._folder, config, self._dtype, self._device)
                 self._family = family
             return self._family
+
+    def _cut(self, image: PromptImage, number: int) -> CutImage:
+        """Return image `number` of a prompt as the model reads it. Raises `InvalidInput`."""
+        assert self._family is not None
+        try:
+            pixels = image.decode()
+        except InvalidInput as error:
+            raise InvalidInput(f"image {number} of the prompt: {error}") from error
+        return self._family.cut(pixels)
 
     @torch.inference_mode()
     def _run_tower(self, cut: CutImage) -> ReadImage:
@@ -167,6 +181,12 @@ class ImageReader:
                 placed.append(ImageRows(index, of_run, key))
             first += count
         return placed
+
+
+def _too_many(count: int, most: int) -> InvalidInput:
+    return InvalidInput(
+        f"{count} images have more rows than the {most} tokens that a prompt may have: give fewer"
+    )
 
 
 def processor_settings(folder: Path) -> dict[str, Any]:
