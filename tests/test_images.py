@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from cases import refuses
 from docs import save_drafter
@@ -18,6 +19,8 @@ from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Program
 from quickbeam.models.torch.model import TorchModel
 from quickbeam.models.vision import base, reader
+from quickbeam.models.vision.base import Grid
+from quickbeam.models.vision.positions import ImagePositions, PlacedGrid
 from quickbeam.models.vision.reader import PromptIds, processor_settings
 from quickbeam.models.weights.checkpoint import Checkpoint
 from quickbeam.params import SamplingParams
@@ -62,14 +65,7 @@ def inputs_of(kind, folder, images):
     settings = processor_settings(folder)
     if kind == "lfm2_vl":  # whose processor needs torchvision
         family = reader.IMAGE_FAMILIES[kind](None, settings, MARK, None)
-        tiles = [tile for image in images for tile in family.cut(image).tiles]
-        holder = SimpleNamespace()
-        holder.get_image_features = lambda **given: (
-            caught.update(given) or SimpleNamespace(pooler_output=[torch.empty(0)])
-        )
-        caught = {}
-        family.features(holder, tiles)
-        return caught
+        return given_to_tower(family, [one for image in images for one in family.cut(image).tiles])
     if kind == "internvl":
         from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
             GotOcr2ImageProcessorPil as Processor,
@@ -77,6 +73,12 @@ def inputs_of(kind, folder, images):
 
         inputs = Processor(**settings, crop_to_patches=True)(images, return_tensors="pt")
         return {"pixel_values": inputs["pixel_values"]}
+    if kind.startswith("qwen2"):
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil as Processor,
+        )
+
+        return dict(Processor(**settings)(images, return_tensors="pt"))
     if kind == "llava":
         from transformers.models.llava.image_processing_pil_llava import (
             LlavaImageProcessorPil as Processor,
@@ -90,15 +92,27 @@ def inputs_of(kind, folder, images):
     return dict(Processor(**settings)([[*images]], return_tensors="pt"))
 
 
+def given_to_tower(family, tiles):
+    given = {}
+
+    def get_image_features(**inputs):
+        given.update(inputs)
+        return SimpleNamespace(pooler_output=[torch.empty(0)])
+
+    family.features(SimpleNamespace(get_image_features=get_image_features), tiles)
+    return given
+
+
 def images_of(conversation):
     parts = conversation[0]["content"]
     return [part["image"] for part in parts if part["type"] == "image"]
 
 
-def logits_of(model, ids, chunk, images=None):
+def logits_of(model, ids, chunk, images=None, positions=None):
     """`[n, vocab]` of a prompt that is read in chunks."""
     images = ids.images if images is None else images
     store, logits = model.pool.new(), []
+    store.positions = positions or ids.positions
     for begin in range(0, len(ids), chunk):
         part = ids[begin : begin + chunk]
         rows = images_between(images, begin, begin + len(part))
@@ -107,6 +121,14 @@ def logits_of(model, ids, chunk, images=None):
         logits.append(passed.logits.clone())
     store.release()
     return torch.cat(logits)
+
+
+def reference(model, ids, inputs):
+    """transformers' logits `[n, vocab]`."""
+    ids = torch.tensor([ids])
+    if "image_grid_thw" in inputs:  # which tokens have positions of three numbers
+        inputs = inputs | {"mm_token_type_ids": (ids == model.config.image_token_id).int()}
+    return model(input_ids=ids, **inputs, use_cache=False).logits[0]
 
 
 def off(ours, right):
@@ -122,7 +144,7 @@ def test_logits_are_those_of_transformers(kind, models):
         ids = llm.encode_chat(conversation)
         assert len({image.key >> reader.KEY_BITS for image in ids.images}) == 2
         inputs = inputs_of(kind, folder, images_of(conversation))
-        right = model(input_ids=torch.tensor([ids]), **inputs, use_cache=False).logits[0]
+        right = reference(model, ids, inputs)
         for chunk in (512, 7):
             assert off(logits_of(llm.model, ids, chunk), right) < 5e-5
         late = [image._replace(first=image.first + 1) for image in ids.images]
@@ -130,21 +152,26 @@ def test_logits_are_those_of_transformers(kind, models):
         swapped = [ImageRows(image.first, image.rows.flip(0), 1) for image in ids.images]
         assert off(logits_of(llm.model, ids, 512, swapped), right) > 0.01, "rows in another order"
 
+        if ids.positions is not None:
+            plain = ImagePositions(len(ids), [])
+            assert off(logits_of(llm.model, ids, 512, positions=plain), right) > 0.01
+
         # and its tokens
         text, answer = [*ids], []
         for _ in range(GREEDY.max_tokens):
-            logits = model(input_ids=torch.tensor([text]), **inputs, use_cache=False).logits
-            answer.append(int(logits[0, -1].argmax()))
+            answer.append(int(reference(model, text, inputs)[-1].argmax()))
             text.append(answer[-1])
         assert llm.chat(conversation, GREEDY).token_ids == answer
 
+    if kind in reader.NATIVE_ALONE:
+        return
     checkpoint = Checkpoint(folder, torch.float32)
     pytorch = TorchModel(checkpoint, checkpoint.stack, torch.device("cpu"))
     for chunk in (512, 7):
         assert off(logits_of(pytorch, ids, chunk), right) < 5e-5
 
 
-@pytest.mark.parametrize("kind", ["smolvlm", "lfm2_vl"])  # the latter has recurrent layers
+@pytest.mark.parametrize("kind", ["smolvlm", "lfm2_vl", "qwen2_5_vl"])  # M-RoPE, recurrent layers
 @pytest.mark.parametrize("params", [GREEDY, DRAWN])
 def test_drafts_change_no_answer(kind, params, models, toy_folder, tmp_path):
     folder, _ = models(kind)
@@ -178,6 +205,29 @@ def test_drafts_change_no_answer(kind, params, models, toy_folder, tmp_path):
 
 def long_conversation(seed):
     return asked("Say what there is in this picture: ", picture(seed, 60, 34), " and " + "x" * 90)
+
+
+def test_positions_behind_an_image_go_on_after_its_largest():
+    """As transformers has them, for prompts that begin and end with images, too."""
+    grids = [PlacedGrid(3, Grid(4, 2)), PlacedGrid(12, Grid(1, 5)), PlacedGrid(20, Grid(2, 2))]
+    for images, tokens in ((grids, 24), (grids[:2], 17), ([PlacedGrid(0, Grid(3, 3))], 9), ([], 4)):
+        kinds = torch.zeros(1, tokens, dtype=torch.int)
+        for first, grid in images:
+            kinds[0, first : first + grid.tiles] = 1
+        config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2))
+        config.vision_config.tokens_per_second = 2
+        model = SimpleNamespace(config=config)
+        model.get_vision_position_ids = lambda *given, **more: (
+            Qwen2_5_VLModel.get_vision_position_ids(None, *given, **more)
+        )
+        sizes = [[1, 2 * grid.rows, 2 * grid.columns] for _, grid in images]
+        right, behind = Qwen2_5_VLModel.get_rope_index(
+            model, kinds.long(), kinds, torch.tensor(sizes) if sizes else None
+        )
+        positions = ImagePositions(tokens, images)
+        assert positions.at(range(tokens)) == [tuple(axes) for axes in right[:, 0].T.tolist()]
+        later = int(behind) + tokens + 5
+        assert positions.at([tokens + 5]) == [(later, later, later)]
 
 
 def test_images_share_no_prefix(llm, monkeypatch):
@@ -260,6 +310,13 @@ def test_a_preempted_sequence_reads_its_images_again(models):
         assert sum(answer.statistics.preemptions for answer in answers) > 0
 
 
+def test_positions_of_three_numbers_need_the_native_kernels(models):
+    folder, _ = models("qwen2_5_vl")
+    with LLM(str(folder), "ar", dtype="float16") as llm:
+        assert llm.chat("abc", GREEDY).token_ids
+        refuses("images of qwen2_5_vl .* native kernels", llm.chat, two_images())
+
+
 def test_a_text_alone_is_read_as_before(llm):
     text = [{"role": "user", "content": "abc"}]
     assert not isinstance(llm.encode_chat(text), PromptIds)
@@ -321,9 +378,11 @@ def test_pixels_are_those_of_transformers(kind, models):
     folder, _ = models(kind)
     for width, height in SHAPES:
         image = picture(width, width, height)
-        tiles = torch.stack([*family.cut(image).tiles])
-        right = inputs_of(kind, folder, [image])["pixel_values"]
-        assert torch.equal(tiles, right.reshape(tiles.shape)), (width, height)
+        ours = given_to_tower(family, family.cut(image).tiles)
+        right = inputs_of(kind, folder, [image])
+        assert torch.equal(ours["pixel_values"], right["pixel_values"]), (width, height)
+        grid = right.get("image_grid_thw", torch.empty(0))
+        assert torch.equal(ours.get("image_grid_thw", torch.empty(0)), grid)
 
 
 def text_of_tiles(kind, columns, rows, tile, whole):
@@ -372,7 +431,7 @@ def test_texts_are_those_of_transformers(kind, grids, models):
         )
 
 
-@pytest.mark.parametrize("kind", ["smolvlm", "internvl", "lfm2_vl"])
+@pytest.mark.parametrize("kind", ["smolvlm", "internvl", "lfm2_vl", "qwen2_5_vl"])
 def test_fewer_pixels_are_fewer_rows(kind, models, monkeypatch):
     monkeypatch.setattr(base, "MAX_ROWS", 20)
     counts = {}

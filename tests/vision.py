@@ -29,6 +29,18 @@ KINDS = {
         {"downsample_ratio": 0.5, "image_seq_length": 4},
         {"size": SQUARE, "max_patches": 4},
     ),
+    "qwen2_5_vl": (
+        SMALL
+        | {"hidden_act": "silu", "depth": 2, "num_heads": 2, "out_hidden_size": 32}
+        | {"window_size": 32, "fullatt_block_indexes": [1], "spatial_merge_size": 2},
+        {},
+        {"patch_size": 8, "size": {"shortest_edge": 256, "longest_edge": 16 * 256}},
+    ),
+    "qwen2_vl": (
+        {"embed_dim": 16, "depth": 2, "num_heads": 2, "hidden_size": 32, "patch_size": 8},
+        {},
+        {"patch_size": 8, "size": {"shortest_edge": 256, "longest_edge": 16 * 256}},
+    ),
     "llava": (
         SMALL | {"model_type": "clip_vision_model"},
         {"vision_feature_layer": -1, "image_seq_length": 16},
@@ -61,6 +73,9 @@ def vision_folder(kind, toy_folder, folder, dtype=torch.float32):
     model_class = CONFIG_MAPPING[kind]
     text = SIZES | TEXT.get(kind, {}) | {"vocab_size": len(tokenizer), "eos_token_id": 256}
     text["model_type"] = model_class().get_text_config().model_type
+    if "qwen2" in kind:
+        fields = fields | {"vision_start_token_id": 260, "vision_end_token_id": 261}
+        fields |= {"video_token_id": 262}
     token = "image_token_index" if kind == "llava" else "image_token_id"
     config = model_class(
         text_config=text,

@@ -450,6 +450,7 @@ class LLM:
             shortlist=self.method_store.shortlist(setting),
             prediction=self._prediction_ids(params.prediction),
             images=prompt.images if isinstance(prompt, PromptIds) else (),
+            positions=prompt.positions if isinstance(prompt, PromptIds) else None,
             observer=observer,
             choice=choice or 0,
             tenant=_hashable(tenant),

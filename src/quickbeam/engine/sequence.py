@@ -23,6 +23,7 @@ from quickbeam.models.base import Draws, ImageRows
 from quickbeam.models.cache.kv import SequenceCache
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.noise import NativeNoise
+from quickbeam.models.vision.positions import ImagePositions
 from quickbeam.noise import Noise
 from quickbeam.params import COUPLED, SamplingParams
 from quickbeam.sampling import Sampler, logprobs
@@ -57,6 +58,7 @@ class Request:
     - `tenant`: whose request it is. Tenants are served alike; None for a program's own requests.
     - `prediction`: token ids of a text that the answer is expected to be much like; or none.
     - `images`: in place of some of the prompt's tokens, in order.
+    - `positions`: of tokens, where those of images have three numbers.
     """
 
     prompt: Sequence[int]
@@ -72,6 +74,7 @@ class Request:
     tenant: Hashable = None
     prediction: Sequence[int] = ()
     images: Sequence[ImageRows] = ()
+    positions: ImagePositions | None = None
 
     def __post_init__(self) -> None:
         self.prompt = list(self.prompt)  # the caller may change its list later
@@ -217,6 +220,7 @@ class SequenceState:
     def begin(self, cache: SequenceCache) -> None:
         """Let the sources read the text so far. Keys and values go to `cache`."""
         self.cache = self.context.cache = cache
+        cache.positions = self.request.positions
         self.times.began = self.times.began or time.perf_counter()
         self.context.begin(self.method.sources, self.request.shortlist)
         if (state := self.draft_state) is not None and state.used is not None:

@@ -156,7 +156,13 @@ def open_model(
     kind = checkpoint.config.whole_type
     if kind in IMAGE_FAMILIES:
         images = ImageReader(
-            checkpoint.path, kind, tokenizer, model.dtype, device, max_pixels=max_pixels
+            checkpoint.path,
+            kind,
+            tokenizer,
+            model.dtype,
+            device,
+            native=isinstance(model, NativeModel),
+            max_pixels=max_pixels,
         )
     return LoadedModel(model, tokenizer, end_ids, sampling_defaults(generation), images)
 

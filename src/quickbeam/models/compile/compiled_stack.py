@@ -323,7 +323,7 @@ class CompiledStack:
         tensors = self._tensors(rows)
         if states is not None:
             tensors["states"] = states
-        angles = self._angles.up_to(max(rows.positions))
+        angles = self._angles.of(rows)
         if self.disk is None:
             self._program.run(rows, tensors, angles)
             self.best = tensors["best"].tolist() if "best" in tensors else None

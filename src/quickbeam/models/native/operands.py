@@ -42,13 +42,15 @@ class RowList:
     """The rows of one call: tokens of several sequences side by side.
 
     `wanted`: the rows for which the head is computed. `embedded`: rows `[n, d]` float32 in place of
-    the embeddings of n tokens, by the first one's row.
+    the embeddings of n tokens, by the first one's row. `axes`: by row, the positions of rows that
+    have three.
     """
 
     def __init__(self) -> None:
         self.tokens, self.positions = list[int](), list[int]()
         self.wanted = list[int]()
         self.embedded = dict[int, torch.Tensor]()
+        self.axes = dict[int, tuple[int, int, int]]()
         self._slots, self._prefix = list[int](), list[int]()
         self._paths = list[int]()  # of all rows, one after the other
         self._path_ends = [0]  # where the path of each row ends in `_paths`

@@ -16,19 +16,8 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-class CutImage(NamedTuple):
-    """An image as a model reads it.
-
-    `tiles`: what the vision tower reads, `[3, height, width]` float32 each. `text`: what stands for
-    the image in the prompt; each `ImageFamily.mark` in it is replaced by one of the tower's rows.
-    """
-
-    tiles: Sequence[torch.Tensor]
-    text: str
-
-
 class Grid(NamedTuple):
-    """How many tiles an image is cut into."""
+    """How many tiles, or squares, an image is cut into."""
 
     columns: int
     rows: int
@@ -36,6 +25,19 @@ class Grid(NamedTuple):
     @property
     def tiles(self) -> int:
         return self.columns * self.rows
+
+
+class CutImage(NamedTuple):
+    """An image as a model reads it.
+
+    `tiles`: what the vision tower reads, `[3, height, width]` float32 each. `text`: what stands for
+    the image in the prompt; each `ImageFamily.mark` in it is replaced by one of the tower's rows.
+    `grid`: of these rows, where their positions are of three numbers.
+    """
+
+    tiles: Sequence[torch.Tensor]
+    text: str
+    grid: Grid | None = None
 
 
 class ImageFamily(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +13,14 @@ import torch
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import ImageRows
-from quickbeam.models.vision.base import CutImage, ImageFamily
+from quickbeam.models.vision.base import CutImage, Grid, ImageFamily
 from quickbeam.models.vision.idefics3 import Idefics3
 from quickbeam.models.vision.image import PromptImage, check_total
 from quickbeam.models.vision.internvl import InternVL
 from quickbeam.models.vision.lfm2_vl import Lfm2VL
 from quickbeam.models.vision.llava import Llava
+from quickbeam.models.vision.positions import ImagePositions, PlacedGrid
+from quickbeam.models.vision.qwen2_vl import Qwen2VL
 from quickbeam.models.vision.tower import load_tower
 from quickbeam.models.weights.checkpoint import read_json
 
@@ -27,34 +29,52 @@ IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {  # by the whole model's model_t
     "internvl": InternVL,
     "lfm2_vl": Lfm2VL,
     "llava": Llava,
+    "qwen2_5_vl": Qwen2VL,
+    "qwen2_vl": Qwen2VL,
     "smolvlm": Idefics3,
 }
+NATIVE_ALONE = ("qwen2_5_vl", "qwen2_vl")  # whose images PyTorch's passes don't read
 CACHED_BYTES = 64 << 20  # of rows that are kept for images that come again
 KEY_BITS = 32  # of a row's index in the key of an image
 
 
 class PromptIds(list[int]):
-    """The token ids of a prompt, and the `images` whose rows stand in place of some of them."""
+    """The token ids of a prompt, and the `images` whose rows stand in place of some of them.
 
-    def __init__(self, ids: Sequence[int], images: Sequence[ImageRows]) -> None:
+    `positions`: of the tokens, where those of images have three numbers.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        images: Sequence[ImageRows],
+        positions: ImagePositions | None = None,
+    ) -> None:
         super().__init__(ids)
         self.images = images
+        self.positions = positions
 
 
 class ReadImage(NamedTuple):
-    """What stands for an image in the prompt's text, and its rows, `[n, d]`."""
+    """What stands for an image in the prompt's text, and its rows, `[n, d]`.
+
+    `grid`: as of `CutImage`.
+    """
 
     text: str
     rows: torch.Tensor
+    grid: Grid | None
 
 
 class ImageReader:
     """Reads images for one model.
 
     `folder`: the checkpoint's. `kind`: the whole model's `model_type`, one of `IMAGE_FAMILIES`.
-    `max_pixels`: as of `ImageFamily`. transformers and the weights of the vision tower are loaded
-    for the first image. Each image is a call of the tower of its own, so its rows have the same
-    bits whatever else is read. Calls from several threads wait for one another.
+    `native`: whether the native kernels run the model. `max_pixels`: as of `ImageFamily`.
+
+    transformers and the weights of the vision tower are loaded for the first image. Each image is a
+    call of the tower of its own, so its rows have the same bits whatever else is read. Calls from
+    several threads wait for one another.
     """
 
     def __init__(
@@ -64,10 +84,12 @@ class ImageReader:
         tokenizer: Any,
         dtype: torch.dtype,
         device: torch.device,
+        native: bool,
         max_pixels: int | None = None,
     ) -> None:
         self._folder, self._kind, self._tokenizer = folder, kind, tokenizer
         self._dtype, self._device, self._max_pixels = dtype, device, max_pixels
+        self._native = native
         self._lock = threading.RLock()
         self._family: ImageFamily | None = None
         self._tower: Any = None
@@ -84,6 +106,11 @@ class ImageReader:
         `most`: how many ids there may be. Raises `InvalidInput` for more, and for a text with
         another number of marks.
         """
+        if not self._native and self._kind in NATIVE_ALONE:
+            raise InvalidInput(
+                f"images of {self._kind} are read where the native kernels run the model alone: "
+                "leave them out, or run it on a CPU in bfloat16 or float32"
+            )
         check_total(images)
         if len(images) > most:
             raise _too_many(len(images), most)
@@ -115,7 +142,7 @@ class ImageReader:
             for digest, cut in known.items():
                 read[digest] = cut if isinstance(cut, ReadImage) else self._run_tower(cut)
                 self._keep(digest, read[digest])
-            return PromptIds(ids, self._place(ids, images, read))
+            return self._place(ids, [read[image.digest] for image in images], images)
 
     def _load(self) -> ImageFamily:
         with self._lock:
@@ -144,7 +171,8 @@ class ImageReader:
     def _run_tower(self, cut: CutImage) -> ReadImage:
         assert self._family is not None
         tiles = [tile.to(self._device, self._dtype) for tile in cut.tiles]
-        return ReadImage(cut.text, self._family.features(self._tower, tiles).cpu())
+        rows = self._family.features(self._tower, tiles).cpu()
+        return ReadImage(cut.text, rows, cut.grid)
 
     def _keep(self, digest: bytes, read: ReadImage) -> None:
         """Keep an image that was read last, and drop those that were read first."""
@@ -154,21 +182,24 @@ class ImageReader:
             self._cached.popitem(last=False)
 
     def _place(
-        self, ids: Sequence[int], images: Sequence[PromptImage], read: Mapping[bytes, ReadImage]
-    ) -> list[ImageRows]:
-        """Return the rows of the images, with the indices of their tokens among `ids`."""
+        self, ids: Sequence[int], read: Sequence[ReadImage], images: Sequence[PromptImage]
+    ) -> PromptIds:
+        """Return a prompt with the rows of its images. `read`: of each image."""
         assert self._family is not None
         token = self._family.config.image_token_id
         indices = [index for index, each in enumerate(ids) if each == token]
-        rows = [len(read[image.digest].rows) for image in images]
-        if len(indices) != sum(rows):
+        rows = sum(len(each.rows) for each in read)
+        if len(indices) != rows:
             raise InvalidInput(
-                f"the images have {sum(rows)} rows, and the prompt {len(indices)} tokens for them: "
-                "the files of the image processor, tokenizer and model are of different models"
+                f"the images have {rows} rows, and the prompt {len(indices)} tokens for them: the "
+                "files of the image processor, tokenizer and model are of different models"
             )
-        placed = list[ImageRows]()
-        first = 0
-        for image, count in zip(images, rows, strict=True):
+        placed, grids = list[ImageRows](), list[PlacedGrid]()
+        first = 0  # the first of an image's rows among those of all images
+        for image, each in zip(images, read, strict=True):
+            count = len(each.rows)
+            if each.grid is not None:
+                grids.append(PlacedGrid(indices[first], each.grid))
             of_image = enumerate(indices[first : first + count])
             # rows that follow one another have the same distance to their indices
             for _, run in groupby(
@@ -177,10 +208,10 @@ class ImageReader:
                 run_rows = list(run)
                 row, index = run_rows[0]
                 key = (int.from_bytes(image.digest, "big") << KEY_BITS) + row + 1
-                of_run = read[image.digest].rows[row : row + len(run_rows)]
+                of_run = each.rows[row : row + len(run_rows)]
                 placed.append(ImageRows(index, of_run, key))
             first += count
-        return placed
+        return PromptIds(ids, placed, ImagePositions(len(ids), grids) if grids else None)
 
 
 def _too_many(count: int, most: int) -> InvalidInput:
