@@ -2,6 +2,7 @@
 from the prefix cache and in a batch."""
 
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,10 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from cases import refuses
 from docs import save_drafter
 from models import tiny
+from quickbeam.engine import scheduler
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.llm import LLM
-from quickbeam.models.base import Batch, Chain, ImageRows, images_between
+from quickbeam.models.base import Batch, Chain, ImageRows, end_of_chunk, images_between
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Program
@@ -28,7 +30,9 @@ from quickbeam.params import SamplingParams
 pytest.importorskip("PIL", reason="images need Pillow")
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
-from vision import KINDS, MARK, asked, picture, vision_folder  # noqa: E402
+from vision import KINDS, MARK, MARKS, asked, picture, vision_folder  # noqa: E402
+
+MARKS_BY_ID = dict(enumerate(MARKS, 257))  # behind the bytes and the end of a text
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
 DRAWN = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.9, seed=3)
@@ -64,7 +68,8 @@ def inputs_of(kind, folder, images):
     """What transformers' own image processor makes of images, for its model's `forward`."""
     settings = processor_settings(folder)
     if kind == "lfm2_vl":  # whose processor needs torchvision
-        family = reader.IMAGE_FAMILIES[kind](None, settings, MARK, None)
+        config = SimpleNamespace(image_token_id=0)
+        family = reader.IMAGE_FAMILIES[kind](config, settings, lambda token: MARK, None)
         return given_to_tower(family, [one for image in images for one in family.cut(image).tiles])
     if kind == "internvl":
         from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
@@ -72,6 +77,13 @@ def inputs_of(kind, folder, images):
         )
 
         inputs = Processor(**settings, crop_to_patches=True)(images, return_tensors="pt")
+        return {"pixel_values": inputs["pixel_values"]}
+    if kind == "gemma3":
+        from transformers.models.gemma3.image_processing_pil_gemma3 import (
+            Gemma3ImageProcessorPil as Processor,
+        )
+
+        inputs = Processor(**settings)(images, return_tensors="pt")
         return {"pixel_values": inputs["pixel_values"]}
     if kind.startswith("qwen2"):
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
@@ -113,12 +125,15 @@ def logits_of(model, ids, chunk, images=None, positions=None):
     images = ids.images if images is None else images
     store, logits = model.pool.new(), []
     store.positions = positions or ids.positions
-    for begin in range(0, len(ids), chunk):
-        part = ids[begin : begin + chunk]
-        rows = images_between(images, begin, begin + len(part))
-        (passed,) = model.forward(Batch([Chain(store, part, len(part), rows)]))
-        store.commit(range(len(part)))
+    begin = 0
+    while begin < len(ids):
+        end = end_of_chunk(images, begin, min(begin + chunk, len(ids)))
+        rows = images_between(images, begin, end)
+        text = Chain(store, ids[begin:end], end - begin, rows)
+        (passed,) = model.forward(Batch([text]))
+        store.commit(range(end - begin))
         logits.append(passed.logits.clone())
+        begin = end
     store.release()
     return torch.cat(logits)
 
@@ -126,8 +141,11 @@ def logits_of(model, ids, chunk, images=None, positions=None):
 def reference(model, ids, inputs):
     """transformers' logits `[n, vocab]`."""
     ids = torch.tensor([ids])
-    if "image_grid_thw" in inputs:  # which tokens have positions of three numbers
-        inputs = inputs | {"mm_token_type_ids": (ids == model.config.image_token_id).int()}
+    of_images = (ids == model.config.image_token_id).int()
+    if "image_grid_thw" in inputs:  # they have positions of three numbers
+        inputs = inputs | {"mm_token_type_ids": of_images}
+    if model.config.model_type == "gemma3":  # they see one another
+        inputs = inputs | {"token_type_ids": of_images}
     return model(input_ids=ids, **inputs, use_cache=False).logits[0]
 
 
@@ -152,6 +170,9 @@ def test_logits_are_those_of_transformers(kind, models):
         swapped = [ImageRows(image.first, image.rows.flip(0), 1) for image in ids.images]
         assert off(logits_of(llm.model, ids, 512, swapped), right) > 0.01, "rows in another order"
 
+        if kind == "gemma3":
+            causal = [image._replace(whole=False) for image in ids.images]
+            assert off(logits_of(llm.model, ids, 512, causal), right) > 0.01
         if ids.positions is not None:
             plain = ImagePositions(len(ids), [])
             assert off(logits_of(llm.model, ids, 512, positions=plain), right) > 0.01
@@ -171,7 +192,7 @@ def test_logits_are_those_of_transformers(kind, models):
         assert off(logits_of(pytorch, ids, chunk), right) < 5e-5
 
 
-@pytest.mark.parametrize("kind", ["smolvlm", "lfm2_vl", "qwen2_5_vl"])  # M-RoPE, recurrent layers
+@pytest.mark.parametrize("kind", ["smolvlm", "lfm2_vl", "qwen2_5_vl", "gemma3"])
 @pytest.mark.parametrize("params", [GREEDY, DRAWN])
 def test_drafts_change_no_answer(kind, params, models, toy_folder, tmp_path):
     folder, _ = models(kind)
@@ -347,6 +368,58 @@ def test_a_prompt_with_too_many_images_is_refused_before_they_are_read(llm, monk
     assert llm.room(0) == limit
 
 
+def test_a_chunk_holds_a_whole_image(models, monkeypatch):
+    """Where its rows see one another: in a batch, from the prefix cache and after a preemption."""
+    folder, _ = models("gemma3")
+    lengths, params = [], replace(GREEDY, logprobs=0)
+
+    def outcome(answer):
+        return answer.token_ids, [one.logprob for one in answer.logprobs]
+
+    with LLM(str(folder), "ar", dtype="float32") as llm:
+        size = llm.engine.prefixes.size
+        # an image that begins before a chunk of the prefix cache ends
+        before = size - 2 - llm.encode_chat(asked("", picture(1))).images[0].first
+        prompts = [
+            llm.encode_chat(asked("x" * before, picture(seed), "y" * size, picture(3), more))
+            for seed in (1, 2)
+            for more in ("", " why?")
+        ]
+        assert prompts[0].images[0].first < size < prompts[0].images[0].end
+        alone = []
+        for prompt in prompts:
+            llm.reset()
+            alone.append(outcome(llm.generate(prompt, params)))
+        forward = type(llm.model).forward
+
+        def noting(model, batch):
+            for part in batch.parts:
+                if isinstance(part, Chain):
+                    lengths.extend(len(image.rows) for image in part.images)
+            return forward(model, batch)
+
+        monkeypatch.setattr(type(llm.model), "forward", noting)
+        monkeypatch.setattr(llm.model, "mixed_chunk", 3)
+        llm.reset()
+        assert [*map(outcome, llm.generate(prompts, params))] == alone
+        assert lengths and set(lengths) <= {4, 2}, "2: the first two rows were cached"
+        again = llm.generate(prompts[0], params)
+        assert outcome(again) == alone[0] and again.statistics.cached_tokens > 0
+        monkeypatch.setattr(scheduler, "end_of_chunk", lambda images, first, end: end)
+        llm.reset()
+        assert [*map(outcome, llm.generate(prompts, params))] != alone
+
+
+def test_where_chunks_end():
+    rows = torch.zeros(4, 1)
+    images = [ImageRows(3, rows, 1, whole=True), ImageRows(9, rows, 2)]
+    for first in range(3):
+        ends = [end_of_chunk(images, first, end) for end in range(3, 14)]
+        assert ends == [3, 3, 3, 3, 7, 8, 9, 10, 11, 12, 13]
+    assert [end_of_chunk(images, 3, end) for end in range(4, 9)] == [7, 7, 7, 7, 8]
+    assert [end_of_chunk(images, 5, end) for end in range(6, 9)] == [7, 7, 8]
+
+
 def test_rows_of_images_between_tokens():
     rows = torch.arange(6.0)[:, None]
     images = [ImageRows(2, rows[:3], 7), ImageRows(8, rows[3:], 9)]
@@ -366,7 +439,7 @@ def test_rows_of_images_between_tokens():
 def family_of(kind, models, max_pixels=None):
     folder, model = models(kind)
     settings = processor_settings(folder)
-    return reader.IMAGE_FAMILIES[kind](model.config, settings, MARK, max_pixels)
+    return reader.IMAGE_FAMILIES[kind](model.config, settings, MARKS_BY_ID.get, max_pixels)
 
 
 SHAPES = [(60, 34), (34, 60), (32, 32), (33, 31), (200, 40), (9, 14), (640, 480), (96, 96)]

@@ -29,6 +29,11 @@ KINDS = {
         {"downsample_ratio": 0.5, "image_seq_length": 4},
         {"size": SQUARE, "max_patches": 4},
     ),
+    "gemma3": (
+        SMALL | {"model_type": "siglip_vision_model"},
+        {"mm_tokens_per_image": 4, "boi_token_index": 261, "eoi_token_index": 262},
+        {"size": SQUARE},
+    ),
     "qwen2_5_vl": (
         SMALL
         | {"hidden_act": "silu", "depth": 2, "num_heads": 2, "out_hidden_size": 32}
@@ -64,7 +69,7 @@ def vision_folder(kind, toy_folder, folder, dtype=torch.float32):
     """Write a tiny random model of a kind to `folder`, and return transformers' model."""
     tokenizer = AutoTokenizer.from_pretrained(toy_folder)
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = TEMPLATE.replace(MARK, "<img>") if kind == "gemma3" else TEMPLATE
     tokenizer.save_pretrained(folder)
     vision, fields, processor = KINDS[kind]
     settings = PIXELS | processor

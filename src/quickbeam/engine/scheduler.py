@@ -11,7 +11,7 @@ from quickbeam.drafters.base import DrafterState
 from quickbeam.engine.prefix_cache import Chunk, PrefixCache
 from quickbeam.engine.proposing import SequenceProposal, fail
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.models.base import Chain, Draft, Model, Part, images_between
+from quickbeam.models.base import Chain, Draft, Model, Part, end_of_chunk, images_between
 from quickbeam.models.cache.kv import OutOfPages, Page
 
 TREE = 64  # how many rows a sequence may need besides its tokens
@@ -291,7 +291,8 @@ class Scheduler:
         for sequence, count in zip(reading, counts, strict=True):
             if not count or sequence.cache is None:
                 continue
-            end = sequence.read + count
+            end = end_of_chunk(sequence.request.images, sequence.read, sequence.read + count)
+            count = end - sequence.read
             ends_prompt = not sequence.started and end == len(sequence.request.prompt)
             wanted = count if sequence.scoring else int(ends_prompt)
             images = images_between(sequence.request.images, sequence.read, end)

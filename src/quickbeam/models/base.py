@@ -51,12 +51,14 @@ class ImageRows(NamedTuple):
     """Rows of an image, in place of the embeddings of tokens that follow one another.
 
     `first`: the index of the first of these tokens. `rows`: `[n, d]`, as `Model.embedding` returns
-    rows. `key`: a large number that no other image's rows have.
+    rows. `key`: a large number that no other image's rows have. `whole`: its rows see one another,
+    so that one pass reads all of them that are left.
     """
 
     first: int
     rows: torch.Tensor
     key: int
+    whole: bool = False
 
     @property
     def end(self) -> int:
@@ -71,8 +73,19 @@ def images_between(images: Sequence[ImageRows], first: int, end: int) -> list[Im
         begin = max(image.first, first)
         rows = image.rows[begin - image.first : max(0, end - image.first)]
         if len(rows):
-            between.append(ImageRows(begin - first, rows, image.key))
+            between.append(image._replace(first=begin - first, rows=rows))
     return between
+
+
+def end_of_chunk(images: Sequence[ImageRows], first: int, end: int) -> int:
+    """Return where a pass over the tokens from `first` on ends that would end at `end`.
+
+    It ends before an image that would not be read whole, or behind it where it begins with it.
+    """
+    for image in images:
+        if image.whole and image.first < end < image.end:
+            return image.first if image.first > first else image.end
+    return end
 
 
 class Chain(NamedTuple):

@@ -94,9 +94,8 @@ def list_rows(batch: Batch) -> RowList:
         elif isinstance(part, Block):
             part.cache.add_block(rows, part.rows)
         else:
-            for image in part.images:
-                rows.embedded[len(rows) + image.first] = image.rows.float()
-            part.cache.add_chain(rows, part.tokens, range(part.rows - part.wanted, part.rows))
+            wanted = range(part.rows - part.wanted, part.rows)
+            part.cache.add_chain(rows, part.tokens, wanted, part.images)
     return rows
 
 

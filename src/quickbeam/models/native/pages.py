@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from quickbeam.models.base import ImageRows
 from quickbeam.models.cache.kv import Page, Pool, SequenceCache, SequenceStates
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
@@ -97,21 +98,32 @@ class PagedStore(SequenceCache):
         )
 
     def add_chain(
-        self, rows: RowList, tokens: Sequence[int], wanted: Sequence[int] | range
+        self,
+        rows: RowList,
+        tokens: Sequence[int],
+        wanted: Sequence[int] | range,
+        images: Sequence[ImageRows] = (),
     ) -> None:
         """Add rows of tokens that follow the committed ones; each sees all before it, and itself.
 
-        `wanted`: which of these rows the head computes logits of. Raises `OutOfPages`.
+        `wanted`: which of these rows the head computes logits of. `images`: in place of some
+        tokens' embeddings; rows of those that are `whole` see all of theirs. Raises `OutOfPages`.
         """
         start, n = self.length, len(tokens)
         self.reserve(start + n)
+        seen: list[int] | range = range(start + 1, start + n + 1)
+        for image in images:
+            rows.embedded[len(rows) + image.first] = image.rows.float()
+            if image.whole:
+                seen = [*seen]
+                seen[image.first : image.end] = [start + image.end] * len(image.rows)
         slots = range(start, start + n)
         rows.add(
             self.table,
             tokens,
             self._rotary(rows, slots),
             slots,
-            range(start + 1, start + n + 1),
+            seen,
             [()] * n,
             wanted,
             0 if self._states is None else self._states.chain(start, n),

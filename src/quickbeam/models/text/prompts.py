@@ -61,7 +61,7 @@ def chat_ids(
         )
     try:
         template = tokenizer.get_chat_template(arguments.get("chat_template"), tools=tools)
-        mark = images.mark if images is not None and prompt_images else ""
+        mark = images.placeholder if images is not None and prompt_images else ""
         prompt = tokenizer.apply_chat_template(
             for_template(template, messages, mark),
             tools=None if tools is None else list(tools),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,22 +43,34 @@ class CutImage(NamedTuple):
 class ImageFamily(ABC):
     """How models of a family read an image.
 
-    `config`: the model's, of transformers. `settings`: of its image processor. `mark`: the token
-    that an image's rows stand for, as text. `max_pixels`: how many of an image's pixels are read at
-    most, as far as the model can read fewer; None for those of `MAX_ROWS` rows.
+    `config`: the model's, of transformers. `settings`: of its image processor. `text_of`: from a
+    token id to text. `max_pixels`: how many of an image's pixels are read at most, as far as the
+    model can read fewer; None for those of `MAX_ROWS` rows. `mark`: the token that an image's rows
+    stand for, as text. `rows_see_all`: whether an image's rows see those behind them, too.
     """
 
     resample = BICUBIC
     mean: Sequence[float] = CLIP_MEAN
     std: Sequence[float] = CLIP_STD
+    rows_see_all = False
 
     def __init__(
-        self, config: Any, settings: Mapping[str, Any], mark: str, max_pixels: int | None
+        self,
+        config: Any,
+        settings: Mapping[str, Any],
+        text_of: Callable[[int], str],
+        max_pixels: int | None,
     ) -> None:
         self.config = config
-        self.mark = mark
+        self.text_of = text_of
+        self.mark = text_of(config.image_token_id)
         self._settings = settings
         self._max_pixels = max_pixels
+
+    @property
+    def placeholder(self) -> str:
+        """What chat templates write for an image."""
+        return self.mark
 
     @abstractmethod
     def cut(self, image: Any) -> CutImage:

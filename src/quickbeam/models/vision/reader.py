@@ -14,6 +14,7 @@ import torch
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import ImageRows
 from quickbeam.models.vision.base import CutImage, Grid, ImageFamily
+from quickbeam.models.vision.gemma3 import Gemma3
 from quickbeam.models.vision.idefics3 import Idefics3
 from quickbeam.models.vision.image import PromptImage, check_total
 from quickbeam.models.vision.internvl import InternVL
@@ -25,6 +26,7 @@ from quickbeam.models.vision.tower import load_tower
 from quickbeam.models.weights.checkpoint import read_json
 
 IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {  # by the whole model's model_type
+    "gemma3": Gemma3,
     "idefics3": Idefics3,
     "internvl": InternVL,
     "lfm2_vl": Lfm2VL,
@@ -33,7 +35,7 @@ IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {  # by the whole model's model_t
     "qwen2_vl": Qwen2VL,
     "smolvlm": Idefics3,
 }
-NATIVE_ALONE = ("qwen2_5_vl", "qwen2_vl")  # whose images PyTorch's passes don't read
+NATIVE_ALONE = ("gemma3", "qwen2_5_vl", "qwen2_vl")  # whose images PyTorch's passes don't read
 CACHED_BYTES = 64 << 20  # of rows that are kept for images that come again
 KEY_BITS = 32  # of a row's index in the key of an image
 
@@ -96,15 +98,15 @@ class ImageReader:
         self._cached = OrderedDict[bytes, ReadImage]()  # by digest, least recently used first
 
     @property
-    def mark(self) -> str:
-        """The token that an image's rows stand for, as text; once in a text for each image."""
-        return self._load().mark
+    def placeholder(self) -> str:
+        """What stands in a text for each image."""
+        return self._load().placeholder
 
     def read(self, text: str, images: Sequence[PromptImage], most: int) -> PromptIds:
-        """Return the ids of a prompt whose text has a `mark` for each of the `images`.
+        """Return the ids of a prompt whose text has a `placeholder` for each of the `images`.
 
         `most`: how many ids there may be. Raises `InvalidInput` for more, and for a text with
-        another number of marks.
+        another number of placeholders.
         """
         if not self._native and self._kind in NATIVE_ALONE:
             raise InvalidInput(
@@ -116,11 +118,11 @@ class ImageReader:
             raise _too_many(len(images), most)
         with self._lock:
             family = self._load()
-            before, *behind = text.split(family.mark)
+            before, *behind = text.split(family.placeholder)
             if len(behind) != len(images):
                 raise InvalidInput(
-                    f"{len(images)} images, and {len(behind)} times {family.mark} in the prompt: "
-                    "leave it out of the text, and give images in the user's messages alone"
+                    f"{len(images)} images, and {len(behind)} times {family.placeholder} in the "
+                    "prompt: leave it out of the text, and give images in the user's messages alone"
                 )
             known = dict[bytes, CutImage | ReadImage]()
             texts, rows = [before], 0
@@ -150,13 +152,15 @@ class ImageReader:
                 from transformers import AutoConfig
 
                 config = AutoConfig.from_pretrained(self._folder, trust_remote_code=False)
-                mark = self._tokenizer.decode([config.image_token_id], skip_special_tokens=False)
                 family = IMAGE_FAMILIES[self._kind](
-                    config, processor_settings(self._folder), mark, self._max_pixels
+                    config, processor_settings(self._folder), self._text_of, self._max_pixels
                 )
                 self._tower = load_tower(self._folder, config, self._dtype, self._device)
                 self._family = family
             return self._family
+
+    def _text_of(self, token: int) -> str:
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def _cut(self, image: PromptImage, number: int) -> CutImage:
         """Return image `number` of a prompt as the model reads it. Raises `InvalidInput`."""
@@ -209,7 +213,7 @@ class ImageReader:
                 row, index = run_rows[0]
                 key = (int.from_bytes(image.digest, "big") << KEY_BITS) + row + 1
                 of_run = each.rows[row : row + len(run_rows)]
-                placed.append(ImageRows(index, of_run, key))
+                placed.append(ImageRows(index, of_run, key, self._family.rows_see_all))
             first += count
         return PromptIds(ids, placed, ImagePositions(len(ids), grids) if grids else None)
 
