@@ -23,9 +23,10 @@ from quickbeam.models.torch.model import TorchModel
 from quickbeam.models.vision import base, reader
 from quickbeam.models.vision.base import Grid
 from quickbeam.models.vision.positions import ImagePositions, PlacedGrid
-from quickbeam.models.vision.reader import PromptIds, processor_settings
+from quickbeam.models.vision.reader import PromptIds, processor_settings, runs_of
 from quickbeam.models.weights.checkpoint import Checkpoint
 from quickbeam.params import SamplingParams
+from quickbeam.serve.fingerprint import fingerprint_of
 
 pytest.importorskip("PIL", reason="images need Pillow")
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
@@ -346,6 +347,31 @@ def test_a_text_alone_is_read_as_before(llm):
     refuses("1 images, and 2 times <image>", llm.chat, asked(f"an {MARK} ", picture(1)))
     no_images = {"chat_template": "x"}
     refuses("1 images, and 0 times", llm.chat, asked("", picture(1)), template=no_images)
+
+
+def test_a_mark_of_rows_in_a_text_is_refused(models):
+    """Gemma's templates write another token for an image."""
+    folder, _ = models("gemma3")
+    with LLM(str(folder), "ar", dtype="float32") as llm:
+        refuses("leave <image> out of the text", llm.chat, asked(f"an {MARK} ", picture(1)))
+        refuses("2 times <img> in the prompt", llm.chat, asked("an <img> ", picture(1)))
+
+
+def test_the_fingerprint_tells_how_much_of_an_image_is_read(models):
+    folder, _ = models("smolvlm")
+    prints = set()
+    for max_pixels in (None, 6000):
+        with LLM(str(folder), "ar", dtype="float32", max_pixels=max_pixels) as llm:
+            prints.add(fingerprint_of(llm))
+            rows = llm.encode_chat(asked("", picture(1, 90, 50))).images
+            assert sum(len(image.rows) for image in rows) == (28 if max_pixels is None else 20)
+    assert len(prints) == 2
+
+
+def test_runs():
+    assert [*runs_of([])] == []
+    assert [*runs_of([4])] == [range(1)]
+    assert [*runs_of([4, 5, 9, 10, 11, 13])] == [range(2), range(2, 5), range(5, 6)]
 
 
 def test_a_template_that_takes_texts_alone(llm):

@@ -28,7 +28,7 @@ MAX_FILE_PIXELS = 32_000_000  # of one image, as it comes
 MAX_TOTAL_PIXELS = 4 * MAX_FILE_PIXELS  # of all images of a prompt together
 MAX_RATIO = 50  # of an image's longer side to the shorter one
 MAX_FILE_BYTES = 64_000_000
-DECODE_SECONDS = 5.0
+DECODE_SECONDS = 5.0  # of the thread that decodes an image
 READ_BYTES = 4096  # of a file that are decoded before the time is looked at again
 
 
@@ -44,7 +44,7 @@ def pillow() -> Any:
 
 
 class TimedFile(io.BytesIO):
-    """A file in memory that can be read until a time of `time.monotonic`.
+    """A file in memory that can be read until a time of its thread, `time.thread_time`.
 
     Decoders read a file piece by piece. So one that takes long, as for a JPEG of thousands of
     scans, ends soon after that time. Raises `TimeoutError`.
@@ -55,7 +55,7 @@ class TimedFile(io.BytesIO):
         self._end = end
 
     def read(self, size: int | None = -1, /) -> bytes:
-        if time.monotonic() > self._end:
+        if time.thread_time() > self._end:
             raise TimeoutError("it takes too long")
         return super().read(size)
 
@@ -96,7 +96,7 @@ class PromptImage:
     def _open(self) -> Any:
         assert self._data is not None
         pil_image, _ = pillow()
-        file = TimedFile(self._data, time.monotonic() + DECODE_SECONDS)
+        file = TimedFile(self._data, time.thread_time() + DECODE_SECONDS)
         try:
             image = pil_image.open(file, formats=tuple(FORMATS.values()))
             image.decodermaxblock = READ_BYTES

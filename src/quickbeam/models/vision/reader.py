@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,8 +89,8 @@ class ImageReader:
         max_pixels: int | None = None,
     ) -> None:
         self._folder, self._kind, self._tokenizer = folder, kind, tokenizer
-        self._dtype, self._device, self._max_pixels = dtype, device, max_pixels
-        self._native = native
+        self._dtype, self._device, self._native = dtype, device, native
+        self.max_pixels = max_pixels
         self._lock = threading.RLock()
         self._family: ImageFamily | None = None
         self._tower: Any = None
@@ -108,32 +107,15 @@ class ImageReader:
         `most`: how many ids there may be. Raises `InvalidInput` for more, and for a text with
         another number of placeholders.
         """
-        if not self._native and self._kind in NATIVE_ALONE:
-            raise InvalidInput(
-                f"images of {self._kind} are read where the native kernels run the model alone: "
-                "leave them out, or run it on a CPU in bfloat16 or float32"
-            )
         check_total(images)
         if len(images) > most:
             raise _too_many(len(images), most)
         with self._lock:
-            family = self._load()
-            before, *behind = text.split(family.placeholder)
-            if len(behind) != len(images):
-                raise InvalidInput(
-                    f"{len(images)} images, and {len(behind)} times {family.placeholder} in the "
-                    "prompt: leave it out of the text, and give images in the user's messages alone"
-                )
-            known = dict[bytes, CutImage | ReadImage]()
-            texts, rows = [before], 0
-            for number, (image, following) in enumerate(zip(images, behind, strict=True), 1):
-                if image.digest not in known:
-                    cached = self._cached.get(image.digest)
-                    known[image.digest] = cached or self._cut(image, number)
+            between = self._texts_between(text, len(images))
+            known = self._cut_all(images, most)
+            texts = [between[0]]
+            for image, following in zip(images, between[1:], strict=True):
                 texts += [known[image.digest].text, following]
-                rows += texts[-2].count(family.mark)
-                if rows > most:  # before further images are decoded
-                    raise _too_many(len(images), most)
             ids = self._tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
             if len(ids) > most:
                 raise InvalidInput(
@@ -146,14 +128,47 @@ class ImageReader:
                 self._keep(digest, read[digest])
             return self._place(ids, [read[image.digest] for image in images], images)
 
+    def _texts_between(self, text: str, count: int) -> list[str]:
+        """Return the texts before, between and behind `count` placeholders."""
+        family = self._load()
+        texts = text.split(family.placeholder)
+        marked = any(family.mark in each for each in texts)
+        if len(texts) != count + 1 or marked:
+            raise InvalidInput(
+                f"{count} images, and {len(texts) - 1} times {family.placeholder} in the prompt: "
+                f"leave {family.mark if marked else 'it'} out of the text, and give images in the "
+                "user's messages alone"
+            )
+        return texts
+
+    def _cut_all(
+        self, images: Sequence[PromptImage], most: int
+    ) -> dict[bytes, CutImage | ReadImage]:
+        """Return the images by digest: cut, or read earlier. They may have `most` rows."""
+        family = self._load()
+        known = dict[bytes, CutImage | ReadImage]()
+        rows = 0
+        for number, image in enumerate(images, 1):
+            if image.digest not in known:
+                known[image.digest] = self._cached.get(image.digest) or self._cut(image, number)
+            rows += known[image.digest].text.count(family.mark)
+            if rows > most:  # before further images are decoded
+                raise _too_many(len(images), most)
+        return known
+
     def _load(self) -> ImageFamily:
+        if not self._native and self._kind in NATIVE_ALONE:
+            raise InvalidInput(
+                f"images of {self._kind} are read where the native kernels run the model alone: "
+                "leave them out, or run it on a CPU in bfloat16 or float32"
+            )
         with self._lock:
             if self._family is None:
                 from transformers import AutoConfig
 
                 config = AutoConfig.from_pretrained(self._folder, trust_remote_code=False)
                 family = IMAGE_FAMILIES[self._kind](
-                    config, processor_settings(self._folder), self._text_of, self._max_pixels
+                    config, processor_settings(self._folder), self._text_of, self.max_pixels
                 )
                 self._tower = load_tower(self._folder, config, self._dtype, self._device)
                 self._family = family
@@ -204,18 +219,26 @@ class ImageReader:
             count = len(each.rows)
             if each.grid is not None:
                 grids.append(PlacedGrid(indices[first], each.grid))
-            of_image = enumerate(indices[first : first + count])
-            # rows that follow one another have the same distance to their indices
-            for _, run in groupby(
-                of_image, lambda row_and_index: row_and_index[1] - row_and_index[0]
-            ):
-                run_rows = list(run)
-                row, index = run_rows[0]
-                key = (int.from_bytes(image.digest, "big") << KEY_BITS) + row + 1
-                of_run = each.rows[row : row + len(run_rows)]
-                placed.append(ImageRows(index, of_run, key, self._family.rows_see_all))
+            for run in runs_of(indices[first : first + count]):
+                placed.append(
+                    ImageRows(
+                        first=indices[first + run.start],
+                        rows=each.rows[run.start : run.stop],
+                        key=(int.from_bytes(image.digest, "big") << KEY_BITS) + run.start + 1,
+                        whole=self._family.rows_see_all,
+                    )
+                )
             first += count
         return PromptIds(ids, placed, ImagePositions(len(ids), grids) if grids else None)
+
+
+def runs_of(numbers: Sequence[int]) -> Iterator[range]:
+    """Yield the indices of numbers that go up by 1, run by run."""
+    first = 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
+            yield range(first, i)
+            first = i
 
 
 def _too_many(count: int, most: int) -> InvalidInput:
