@@ -305,18 +305,22 @@ def test_an_image_that_was_read_is_read_no_more(llm, monkeypatch):
     assert len(calls) == 4, "the first time they were still kept"
 
 
-def test_images_among_texts(llm):
+@pytest.mark.parametrize("kind", ["smolvlm", "lfm2_vl", "qwen2_5_vl"])
+def test_images_among_texts(kind, models):
+    folder, _ = models(kind)
     texts = ["abc abc", "the cat sat on the cat"]
-    ids = [llm.tokenizer(text)["input_ids"] for text in texts]
-    prompts = [ids[0], llm.encode_chat(two_images()), ids[1], llm.encode_chat(long_conversation(5))]
-    for params in (GREEDY, DRAWN):
-        alone = []
-        for prompt in prompts:
+    with LLM(str(folder), "auto", dtype="float32") as llm:
+        ids = [llm.tokenizer(text)["input_ids"] for text in texts]
+        shown = [llm.encode_chat(two_images()), llm.encode_chat(long_conversation(5))]
+        prompts = [ids[0], shown[0], ids[1], shown[1]]
+        for params in (GREEDY, DRAWN):
+            alone = []
+            for prompt in prompts:
+                llm.reset()
+                alone.append(llm.generate(prompt, params, method="ar").token_ids)
             llm.reset()
-            alone.append(llm.generate(prompt, params, method="ar").token_ids)
-        llm.reset()
-        together = llm.generate(prompts, params)
-        assert [answer.token_ids for answer in together] == alone
+            together = llm.generate(prompts, params)
+            assert [answer.token_ids for answer in together] == alone
 
 
 def test_a_preempted_sequence_reads_its_images_again(models):
