@@ -10,6 +10,7 @@ import torch
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from cases import refuses
+from checkpoints import rewrite
 from docs import save_drafter
 from models import tiny
 from quickbeam.engine import scheduler
@@ -359,6 +360,27 @@ def test_a_mark_of_rows_in_a_text_is_refused(models):
     with LLM(str(folder), "ar", dtype="float32") as llm:
         refuses("leave <image> out of the text", llm.chat, asked(f"an {MARK} ", picture(1)))
         refuses("2 times <img> in the prompt", llm.chat, asked("an <img> ", picture(1)))
+
+
+def test_a_vision_tower_that_cannot_be_read(models, tmp_path):
+    folder, _ = models("llava")
+    projector = "multi_modal_projector.linear_1.weight"
+
+    def asks(name, tensors, words):
+        shutil.copytree(folder, tmp_path / name)
+        rewrite(tmp_path / name, tensors)
+        with LLM(str(tmp_path / name), "ar", dtype="float32") as llm:
+            assert llm.chat("abc", GREEDY).token_ids
+            refuses(words, llm.chat, asked(picture(1)))
+
+    asks("lacks", {projector: None}, "lack multi_modal_projector.linear_1.weight, which reads im")
+    for number, before in enumerate(("", "model.")):
+        scale = {f"{before}{projector}_scale_inv": torch.ones(1)}
+        asks(f"scaled{number}", scale, "weight_scale_inv beside the weights that read images")
+    asks("wide", {projector: torch.ones(3, 3)}, "reads images can't be read")
+    family = family_of("llava", models)
+    family.config = SimpleNamespace(vision_config=SimpleNamespace(model_type="pixtral"))
+    refuses("vision tower is pixtral", family.cut, picture(1))
 
 
 def test_the_fingerprint_tells_how_much_of_an_image_is_read(models):

@@ -154,7 +154,8 @@ def open_model(
     end_ids = eos_ids(generation, checkpoint.config, tokenizer) | known_eos_ids(tokenizer)
     images: ImageReader | None = None
     kind = checkpoint.config.whole_type
-    if kind in IMAGE_FAMILIES:
+    # an embedding's scale is not for an image's rows, but for Gemma's alone its module has it
+    if kind in IMAGE_FAMILIES and (checkpoint.stack.scale == 1 or kind == "gemma3"):
         images = ImageReader(
             checkpoint.path,
             kind,

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from quickbeam.errors import NOT_READ, InvalidInput
 from quickbeam.models.vision.base import CutImage, ImageFamily
 from quickbeam.models.vision.image import pillow
 
+TOWERS = ("clip_vision_model", "siglip_vision_model")
 LONGEST = 4096  # pixels of a side of the square around an image
 
 
 class Llava(ImageFamily):
     def cut(self, image: Any) -> CutImage:
+        tower = self.config.vision_config.model_type
+        if tower not in TOWERS:
+            raise InvalidInput(
+                f"images of a LLaVA whose vision tower is {tower} are not read; those of "
+                f"{', '.join(TOWERS)} are: {NOT_READ}"
+            )
         if self.setting("do_pad", False):
             image = self._on_square(image)
         if self.setting("do_resize", True):
@@ -20,9 +28,8 @@ class Llava(ImageFamily):
             image = _middle(image, self.setting("crop_size", {"height": 224, "width": 224}))
         patch = self.config.vision_config.patch_size
         rows = (image.width // patch) * (image.height // patch)
-        is_clip = "clip" in self.config.vision_config.model_type  # with a row of no patch
-        if is_clip and self.config.vision_feature_select_strategy == "full":
-            rows += 1
+        if tower == TOWERS[0] and self.config.vision_feature_select_strategy == "full":
+            rows += 1  # CLIP has one of no patch
         return CutImage([self.normalised(image)], self.mark * rows)
 
     def _on_square(self, image: Any) -> Any:

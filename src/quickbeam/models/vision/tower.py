@@ -40,12 +40,22 @@ def load_tower(folder: Path, config: Any, dtype: torch.dtype, device: torch.devi
     for name in LANGUAGE:
         if hasattr(model, name):
             setattr(model, name, None)
-    parameters = dict(model.named_parameters())
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     missing = [name for name in loaded["missing_keys"] if name in parameters]
     if missing:
         raise InvalidInput(
             f"the files of {folder} lack {some_of(missing)}, which reads images, or hold it in few "
             "bits: give text alone, or take the unquantised checkpoint"
+        )
+    scales = list[str]()  # what weights in few bits have beside them
+    for name in loaded["unexpected_keys"]:
+        owner = name.rpartition(".")[0].removeprefix("model.")
+        if owner and owner in modules:
+            scales.append(name)
+    if scales:
+        raise InvalidInput(
+            f"the files of {folder} hold {some_of(scales)} beside the weights that read images, "
+            "which are in few bits: give text alone, or take the unquantised checkpoint"
         )
     return model.eval().to(device)
 
