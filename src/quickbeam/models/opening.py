@@ -154,7 +154,7 @@ def open_model(
     end_ids = eos_ids(generation, checkpoint.config, tokenizer) | known_eos_ids(tokenizer)
     images: ImageReader | None = None
     kind = checkpoint.config.whole_type
-    # an embedding's scale is not for an image's rows, but for Gemma's alone its module has it
+    # where embeddings have a scale, most models' images have it, too; Gemma's have not
     if kind in IMAGE_FAMILIES and (checkpoint.stack.scale == 1 or kind == "gemma3"):
         images = ImageReader(
             checkpoint.path,

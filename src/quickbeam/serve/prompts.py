@@ -13,13 +13,7 @@ from quickbeam.llm import LLM
 from quickbeam.models.vision.base import MAX_ROWS
 from quickbeam.serve.admission import BYTES_A_TOKEN
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import (
-    Conversation,
-    Message,
-    ToolMessage,
-    images_of,
-    text_of,
-)
+from quickbeam.serve.messages import Conversation, Message, ToolMessage, images_of, text_of
 from quickbeam.serve.tool_fields import Tool
 
 # What stands before a prefix, between it and a suffix, and behind that, in the models that fill in.

@@ -190,7 +190,7 @@ class ImageReader:
     def _run_tower(self, cut: CutImage) -> ReadImage:
         assert self._family is not None
         tiles = [tile.to(self._device, self._dtype) for tile in cut.tiles]
-        rows = self._family.features(self._tower, tiles).cpu()
+        rows = self._family.features(self._tower, tiles).cpu().contiguous()
         return ReadImage(cut.text, rows, cut.grid)
 
     def _keep(self, digest: bytes, read: ReadImage) -> None:
