@@ -29,7 +29,7 @@ struct Batch {
   const Span* span;
   const int64_t* token;      // [rows]
   const int64_t* position;   // [rows], of the rotary angles
-  const int64_t* order;      // [rows], where a row's own key lives
+  const int64_t* order;      // [rows], where a row's own key lives; of a row that has none, the last that it sees
   const int64_t* prefix;     // [rows]
   const int64_t* path_from;  // [rows + 1], into `path`
   const int64_t* path;
