@@ -106,9 +106,9 @@ static void values_of(int32_t format, const uint8_t* block, uint8_t* q) {
   }
 }
 
-// Scales of a block to those of output `lane`; g: the block's first group.
+// Scales of a block to those of output `lane`. `scales`: of the `groups` groups, eight at most, of which the block's first is group g.
 static void put_scales(int32_t format, const uint8_t* block, uint8_t* scales, int64_t groups, int64_t g, int64_t lane) {
-  uint8_t* super = scales + groups * 32;
+  uint8_t* super = scales + SUPER_GROUPS * 32;
   const int64_t by = shared_by(LAYOUTS[format].scales);
   switch (LAYOUTS[format].scales) {
     case HALF: std::memcpy(scales + g * 32 + lane * 2, block, 2); break;
@@ -123,14 +123,14 @@ static void put_scales(int32_t format, const uint8_t* block, uint8_t* scales, in
         scales[(g + j) * 32 + lane] = uint8_t(j < 4 ? s[j] & 63 : (s[j + 4] & 15) | (s[j - 4] >> 6) << 4);
         scales[(g + j) * 32 + 16 + lane] = uint8_t(j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | (s[j] >> 6) << 4);
       }
-      std::memcpy(super + g / SUPER_GROUPS * 64 + lane * 2, block, 2);
-      std::memcpy(super + g / SUPER_GROUPS * 64 + 32 + lane * 2, block + 2, 2);
+      std::memcpy(super + lane * 2, block, 2);
+      std::memcpy(super + 32 + lane * 2, block + 2, 2);
       break;
     }
     case SUPER_16:
       for (int64_t j = 0; j < 16; ++j) scales[(g + j / 2) * 32 + j % 2 * 16 + lane] = block[j];
-      std::memcpy(super + g / SUPER_GROUPS * 64 + lane * 2, block + 80, 2);
-      std::memcpy(super + g / SUPER_GROUPS * 64 + 32 + lane * 2, block + 82, 2);
+      std::memcpy(super + lane * 2, block + 80, 2);
+      std::memcpy(super + 32 + lane * 2, block + 82, 2);
       break;
     case ZERO:
     case ZERO_4: scales[(groups + by - 1) / by * 64 + g / by * 16 + lane] = block[4]; [[fallthrough]];
@@ -141,7 +141,7 @@ static void put_scales(int32_t format, const uint8_t* block, uint8_t* scales, in
         const int low = block[4 + j / 2] >> j % 2 * 4 & 15, high = block[2 + j / 4] >> j % 4 * 2 & 3;
         scales[(g + j) * 16 + lane] = uint8_t((low | high << 4) - 32);
       }
-      std::memcpy(scales + groups * 16 + g / SUPER_GROUPS * 32 + lane * 2, block, 2);
+      std::memcpy(scales + SUPER_GROUPS * 16 + lane * 2, block, 2);
       break;
     default: {  // SIGNED_16
       const uint8_t* s = block + (format == Q3_K ? 96 : 192);
@@ -149,7 +149,7 @@ static void put_scales(int32_t format, const uint8_t* block, uint8_t* scales, in
         const int low = j < 8 ? s[j] & 15 : s[j - 8] >> 4, high = s[8 + j % 4] >> j / 4 * 2 & 3;
         scales[(g + j / 2) * 32 + j % 2 * 16 + lane] = uint8_t(format == Q3_K ? (low | high << 4) - 32 : s[j]);
       }
-      std::memcpy(super + g / SUPER_GROUPS * 32 + lane * 2, block + (format == Q3_K ? 108 : 208), 2);
+      std::memcpy(super + lane * 2, block + (format == Q3_K ? 108 : 208), 2);
     }
   }
 }
@@ -197,9 +197,10 @@ static void repack(int32_t format, const uint8_t* rows, int64_t row_bytes, int64
     const uint8_t* from = rows + lane * row_bytes;
     for (int64_t i = 0; i < inputs; i += block.inputs, from += block.bytes) {
       values_of(format, from, q);
-      put_scales(format, from, to + groups * bytes, groups, i / GROUP, lane);
+      const int64_t g = i / GROUP, eight = g / SUPER_GROUPS * SUPER_GROUPS, some = std::min(SUPER_GROUPS, groups - eight);
+      put_scales(format, from, to + group_place(of, eight) + some * bytes, some, g - eight, lane);
       for (int64_t k = 0; k < block.inputs; k += GROUP) {
-        uint8_t* group = to + (i + k) / GROUP * bytes;
+        uint8_t* group = to + group_place(of, (i + k) / GROUP);
         if (is_float8(of.scales)) put_float8(q + k, group, lane);
         else put_values(of.bits, q + k, group, lane);
       }
@@ -211,7 +212,7 @@ static void repack(int32_t format, const uint8_t* rows, int64_t row_bytes, int64
 static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t lane, float* to) {
   const Layout& of = LAYOUTS[format];
   const int64_t groups = groups_of(inputs), bytes = of.bits * 64;
-  const uint8_t* scales = block + groups * bytes;
+  const uint8_t* scales = block + group_place(of, groups);  // of OUTPUT
   const auto lane_of = [lane](const Lanes& x) {
     float v[16];
     store(v, x);
@@ -219,7 +220,12 @@ static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t 
   };
   Scales8 eight;
   for (int64_t g = 0; g < groups; ++g) {
-    if (g % SUPER_GROUPS == 0) load_scales(of.scales, scales, groups, g, std::min(SUPER_GROUPS, groups - g), eight);
+    const uint8_t* values = block + group_place(of, g);
+    if (g % SUPER_GROUPS == 0 && of.scales != OUTPUT) {
+      const int64_t some = std::min(SUPER_GROUPS, groups - g);
+      scales = values + some * bytes;
+      load_scales(of.scales, scales, some, eight);
+    }
     const auto& own = eight.of[g % SUPER_GROUPS];
     float by[2], plus[2] = {};  // of the two halves of the group
     for (int half = 0; half < 2; ++half) {
@@ -227,16 +233,16 @@ static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t 
       by[half] = of.scales == OUTPUT ? reinterpret_cast<const float*>(scales)[lane] : lane_of(second ? own.plus : own.by);
       if (by_eight(of.scales)) by[half] *= lane_of(eight.by);
       if (of.scales == PAIR || zeroed(of.scales)) plus[half] = lane_of(own.plus);
-      if (of.scales == SUPER) plus[half] = lane_of(eight.lowest_by) / TOTAL_STEP * float(scales[g * 32 + 16 + lane]);
-      if (of.scales == SUPER_16) plus[half] = lane_of(eight.lowest_by) / TOTAL_STEP * float(scales[g * 32 + half * 16 + lane] >> 4);
+      if (of.scales == SUPER) plus[half] = lane_of(eight.lowest_by) / TOTAL_STEP * float(scales[g % SUPER_GROUPS * 32 + 16 + lane]);
+      if (of.scales == SUPER_16) plus[half] = lane_of(eight.lowest_by) / TOTAL_STEP * float(scales[g % SUPER_GROUPS * 32 + half * 16 + lane] >> 4);
     }
     for (int64_t i = 0; i < std::min(GROUP, inputs - g * GROUP); ++i) {
       const int64_t half = i / 16;
       if (is_float8(of.scales)) {
-        to[g * GROUP + i] = by[half] * float8(block[g * bytes + i * 16 + lane]);
+        to[g * GROUP + i] = by[half] * float8(values[i * 16 + lane]);
         continue;
       }
-      const uint8_t q = value_at(of.bits, block + g * bytes, lane, i);
+      const uint8_t q = value_at(of.bits, values, lane, i);
       if (zeroed(of.scales)) {
         to[g * GROUP + i] = by[half] * (float(q) - plus[half]);
         continue;

@@ -28,10 +28,9 @@ inline float float8(uint8_t x) {
 
 // R rows, x_stride apart, on B blocks of 16 outputs, w_stride bytes apart, to y. `ahead`: of which `lines` of 64 bytes are fetched meanwhile.
 template <int R, int B>
-static void float8_tile(Scales kind, const float* x, int64_t x_stride, const uint8_t* w, int64_t w_stride, int64_t inputs, float* y,
+static void float8_tile(const Layout& of, const float* x, int64_t x_stride, const uint8_t* w, int64_t w_stride, int64_t inputs, float* y,
                         int64_t y_stride, const char* ahead, int64_t lines) {
-  const int64_t groups = groups_of(inputs), shared = shared_by(kind) * GROUP, count = (inputs + shared - 1) / shared;
-  const uint8_t* scales = w + groups * 512;
+  const int64_t groups = groups_of(inputs), shared = shared_by(of.scales), count = (groups + shared - 1) / shared;
   Lanes f[R][B];
   for (auto& of_row : f)
     for (Lanes& sum : of_row) sum = zero();
@@ -40,16 +39,18 @@ static void float8_tile(Scales kind, const float* x, int64_t x_stride, const uin
     Lanes s[R][B];
     for (auto& of_row : s)
       for (Lanes& sum : of_row) sum = zero();
-    for (int64_t i = k * shared; i < std::min(inputs, (k + 1) * shared); ++i) {
+    const int64_t first = k * shared * GROUP, eight = k * shared / SUPER_GROUPS * SUPER_GROUPS;
+    const uint8_t *values = w + group_place(of, k * shared), *scales = w + group_place(of, eight) + std::min(SUPER_GROUPS, groups - eight) * 512;
+    for (int64_t i = first; i < std::min(inputs, first + shared * GROUP); ++i) {
       Lanes v[B];
-      for (int b = 0; b < B; ++b) v[b] = load_float8(w + b * w_stride + i * 16);
+      for (int b = 0; b < B; ++b) v[b] = load_float8(values + b * w_stride + (i - first) * 16);
       for (int r = 0; r < R; ++r) {
         const Lanes q = all(x[r * x_stride + i]);
         for (int b = 0; b < B; ++b) s[r][b] = fma(q, v[b], s[r][b]);
       }
     }
     for (int b = 0; b < B; ++b) {
-      const Lanes by = mul(load(reinterpret_cast<const float*>(scales + b * w_stride) + k * 16), all(FLOAT8_BY));
+      const Lanes by = mul(load(reinterpret_cast<const float*>(scales + b * w_stride) + (k - eight / shared) * 16), all(FLOAT8_BY));
       for (int r = 0; r < R; ++r) f[r][b] = add(f[r][b], mul(s[r][b], by));
     }
   }
@@ -57,7 +58,7 @@ static void float8_tile(Scales kind, const float* x, int64_t x_stride, const uin
     for (int b = 0; b < B; ++b) store(y + r * y_stride + b * 16, f[r][b]);
 }
 
-using Float8Tile = void (*)(Scales, const float*, int64_t, const uint8_t*, int64_t, int64_t, float*, int64_t, const char*, int64_t);
+using Float8Tile = void (*)(const Layout&, const float*, int64_t, const uint8_t*, int64_t, int64_t, float*, int64_t, const char*, int64_t);
 
 // What fits the registers: by rows, how many blocks of outputs side by side.
 #ifdef QB_ZMM
@@ -83,7 +84,6 @@ static void float8_panels(int32_t format, const bf16* x, int64_t x_stride, int64
                           float* sums, Done done) {
   constexpr int64_t MOST = 1 << 19, GAP = 16;  // bytes that widened rows may take, about; numbers between two of them
   static thread_local std::vector<float> widened;
-  const Scales kind = LAYOUTS[format].scales;
   const int64_t stride = inputs + GAP, most_rows = std::max<int64_t>(16, MOST / (4 * stride));
   for (int64_t begin = 0; begin < rows; begin += most_rows) {
     const Parts parts(std::min(most_rows, rows - begin), MOST_FLOAT8);
@@ -94,7 +94,7 @@ static void float8_panels(int32_t format, const bf16* x, int64_t x_stride, int64
     const int64_t block_stride = block_bytes(format, inputs);
     const auto tile = [&](int64_t low, int64_t count, const char* block, int64_t blocks, float* to, int64_t to_stride, const char* ahead,
                           int64_t lines) {
-      float8_tile_for(count, blocks)(kind, taken + low * stride, stride, reinterpret_cast<const uint8_t*>(block), block_stride, inputs, to,
+      float8_tile_for(count, blocks)(LAYOUTS[format], taken + low * stride, stride, reinterpret_cast<const uint8_t*>(block), block_stride, inputs, to,
                                      to_stride, ahead, lines);
     };
     const auto made = [&](int64_t low, int64_t count, int64_t block, int64_t blocks, const float* from, int64_t from_stride) {

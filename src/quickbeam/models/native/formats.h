@@ -1,8 +1,9 @@
 // The formats of weights, and how those of few bits lie in memory.
 //
-// A block holds 16 outputs (`block_bytes`). Inputs go in groups of 32, the last filled up. Behind one another come the groups' values,
-// [groups][bits * 64] bytes, and their scales. A value is a whole number of `bits` bits, without sign; a weight is
-// (value - offset) * scale, value * scale + lowest, or a number of a table times scale.
+// A block holds 16 outputs (`block_bytes`). Inputs go in groups of 32, the last filled up. For every eight groups, or as many as are left, come
+// their values, [groups][bits * 64] bytes, and behind these their scales, filled up to 64 bytes: so that products read a block from its first byte to
+// its last, which memory gives fastest. A value is a whole number of `bits` bits, without sign; a weight is (value - offset) * scale,
+// value * scale + lowest, or a number of a table times scale.
 //
 // Values of a group are in parts of 8, 4, 2 or 1 bits, the lowest first, as many as a value's bits add up to (5: 4 and 1). A part of n bits is
 // [n][16][4]: each byte has the bits of 8 / n inputs, the first lowest, every next input the fourth behind. So of 8 bits [8][16][4] are four
@@ -30,10 +31,10 @@ enum Format : int32_t {
 };
 
 // Scales, and lowest values where there are any. By group but for OUTPUT:
-//   OUTPUT: float [16] for all groups. HALF: half precision [16]. PAIR: half precision [2][16], scales and lowest values. EXPONENT: bytes
+//   OUTPUT: float [16] for all groups, behind the last of them. HALF: half precision [16]. PAIR: half precision [2][16], scales and lowest values. EXPONENT: bytes
 //   [16], each the exponent of a power of two. ZERO: float [16], and behind all of them bytes [16], zero points: whole numbers that are taken
 //   from values first. FLOAT: float [16], of float8 numbers. ZERO_4, FLOAT_4: for every four groups.
-// By eight groups: whole numbers, behind all of them half precision numbers for every eight groups, which they are taken times. A name in _16
+// By eight groups: whole numbers, behind all of them half precision numbers for the eight groups, which they are taken times. A name in _16
 // has them for the first and for the second 16 inputs of the group.
 //   SUPER: bytes [2][16], scales and minus the lowest values, half precision [2][16]. SUPER_16: bytes [2][16], each a scale (low half) and a
 //   lowest value (high half). SIGNED: signed bytes [16], half precision [16]. SIGNED_16: signed bytes [2][16].
@@ -68,18 +69,18 @@ constexpr int pieces_of(Scales scales) { return scales == SUPER_16 || scales == 
 constexpr bool is_float8(Scales scales) { return scales == FLOAT || scales == FLOAT_4; }
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
-inline int64_t scale_bytes(Scales scales, int64_t groups) {
-  const int64_t super = (groups + SUPER_GROUPS - 1) / SUPER_GROUPS, shared = (groups + shared_by(scales) - 1) / shared_by(scales);
+inline int64_t scale_bytes(Scales scales, int64_t groups) {  // of at most eight groups, their own
+  const int64_t shared = (groups + shared_by(scales) - 1) / shared_by(scales);
   switch (scales) {
-    case NONE: return 0;
-    case OUTPUT: return 64;
+    case NONE:
+    case OUTPUT: return 0;
     case HALF: return groups * 32;
     case PAIR: return groups * 64;
     case EXPONENT: return groups * 16;
     case SUPER:
-    case SUPER_16: return groups * 32 + super * 64;
-    case SIGNED: return groups * 16 + super * 32;
-    case SIGNED_16: return groups * 32 + super * 32;
+    case SUPER_16: return groups * 32 + 64;
+    case SIGNED: return groups * 16 + 32;
+    case SIGNED_16: return groups * 32 + 32;
     case ZERO:
     case ZERO_4: return shared * 80;
     case FLOAT:
@@ -87,11 +88,17 @@ inline int64_t scale_bytes(Scales scales, int64_t groups) {
   }
   return 0;
 }
+// Bytes of at most eight groups, values and scales.
+inline int64_t eight_bytes(const Layout& of, int64_t groups) { return (groups * of.bits * 64 + scale_bytes(of.scales, groups) + 63) / 64 * 64; }
 inline int64_t block_bytes(int32_t format, int64_t inputs) {
   const Layout& of = LAYOUTS[format];
   if (of.scales == NONE) return inputs * of.bits * 2;
-  const int64_t groups = groups_of(inputs);
-  return (groups * of.bits * 64 + scale_bytes(of.scales, groups) + 63) / 64 * 64;
+  const int64_t groups = groups_of(inputs), eights = groups / SUPER_GROUPS;
+  return eights * eight_bytes(of, SUPER_GROUPS) + eight_bytes(of, groups % SUPER_GROUPS) + (of.scales == OUTPUT ? 64 : 0);
+}
+// Where the values of group g of a block stand.
+inline int64_t group_place(const Layout& of, int64_t g) {
+  return g / SUPER_GROUPS * eight_bytes(of, SUPER_GROUPS) + g % SUPER_GROUPS * of.bits * 64;
 }
 
 // 2^(x - 128), as GGUF has it.
@@ -117,29 +124,27 @@ struct Scales8 {
   WordPairs lowest[SUPER_GROUPS];  // two pieces each: of SUPER two groups, of SUPER_16 the two of a group
 };
 
-// Of `count` groups from g on; `scales`: behind the values of a block.
-inline void load_scales(Scales kind, const uint8_t* scales, int64_t groups, int64_t g, int64_t count, Scales8& to) {
+// Of `count` groups that follow one another, behind whose values stand `scales`.
+inline void load_scales(Scales kind, const uint8_t* scales, int64_t count, Scales8& to) {
   const auto halves = [](const uint8_t* p) { return load_half_floats(reinterpret_cast<const uint16_t*>(p)); };
-  const uint8_t *own = scales + g * 32, *super = scales + groups * 32;
-  const int64_t by = shared_by(kind), shared = (groups + by - 1) / by;
+  const uint8_t *own = scales, *super = scales + SUPER_GROUPS * 32;
+  const int64_t by = shared_by(kind), shared = (count + by - 1) / by;
   switch (kind) {
     case HALF:
-      for (int64_t i = 0; i < count; ++i) to.of[i].by = halves(own + i * 32);
+      for (int64_t i = 0; i < count; ++i) to.of[i].by = halves(scales + i * 32);
       break;
     case PAIR:
-      for (int64_t i = 0; i < count; ++i) to.of[i] = {halves(scales + (g + i) * 64), halves(scales + (g + i) * 64 + 32)};
+      for (int64_t i = 0; i < count; ++i) to.of[i] = {halves(scales + i * 64), halves(scales + i * 64 + 32)};
       break;
     case EXPONENT:
-      for (int64_t i = 0; i < count; ++i) to.of[i].by = load_exponents(scales + (g + i) * 16);
+      for (int64_t i = 0; i < count; ++i) to.of[i].by = load_exponents(scales + i * 16);
       break;
     case SUPER:
-      super += g / SUPER_GROUPS * 64;
       to.by = halves(super), to.lowest_by = mul(halves(super + 32), all(float(-TOTAL_STEP)));
       for (int64_t i = 0; i < SUPER_GROUPS; ++i) to.of[i].by = load_numbers(own + i * 32);
       for (int64_t i = 0; i < SUPER_GROUPS; i += 2) to.lowest[i / 2] = load_word_pairs(own + i * 32 + 16, own + i * 32 + 48);
       break;
     case SUPER_16:
-      super += g / SUPER_GROUPS * 64;
       to.by = halves(super), to.lowest_by = mul(halves(super + 32), all(float(-TOTAL_STEP)));
       for (int64_t i = 0; i < SUPER_GROUPS; ++i, own += 32) {
         uint8_t scale[32], lowest[32];
@@ -149,11 +154,11 @@ inline void load_scales(Scales kind, const uint8_t* scales, int64_t groups, int6
       }
       break;
     case SIGNED:
-      to.by = halves(scales + groups * 16 + g / SUPER_GROUPS * 32);
-      for (int64_t i = 0; i < SUPER_GROUPS; ++i) to.of[i].by = load_numbers(reinterpret_cast<const int8_t*>(scales + (g + i) * 16));
+      to.by = halves(scales + SUPER_GROUPS * 16);
+      for (int64_t i = 0; i < SUPER_GROUPS; ++i) to.of[i].by = load_numbers(reinterpret_cast<const int8_t*>(scales + i * 16));
       break;
     case SIGNED_16:
-      to.by = halves(super + g / SUPER_GROUPS * 32);
+      to.by = halves(super);
       for (int64_t i = 0; i < SUPER_GROUPS; ++i) {
         const int8_t* two = reinterpret_cast<const int8_t*>(own + i * 32);
         to.of[i] = {load_numbers(two), load_numbers(two + 16)};
@@ -161,23 +166,22 @@ inline void load_scales(Scales kind, const uint8_t* scales, int64_t groups, int6
       break;
     case ZERO:
     case ZERO_4:
-      for (int64_t i = 0; i < count; ++i) to.of[i].plus = load_numbers(scales + shared * 64 + (g + i) / by * 16);
+      for (int64_t i = 0; i < count; ++i) to.of[i].plus = load_numbers(scales + shared * 64 + i / by * 16);
       [[fallthrough]];
     case FLOAT:
     case FLOAT_4:
-      for (int64_t i = 0; i < count; ++i) to.of[i].by = load(reinterpret_cast<const float*>(scales) + (g + i) / by * 16);
+      for (int64_t i = 0; i < count; ++i) to.of[i].by = load(reinterpret_cast<const float*>(scales) + i / by * 16);
       break;
     default: break;
   }
 }
 
-// The same of groups first to last (excluded) of `count` blocks that are `stride` bytes apart; to: [count][apart]. One function for all products,
-// which would be large otherwise.
-QB_OF_ITS_OWN static void scales_of(Scales kind, const uint8_t* scales, int64_t stride, int64_t groups, int64_t first, int64_t last, int64_t count,
-                                    Scales8* to, int64_t apart) {
-  for (int64_t b = 0; b < count; ++b)
-    for (int64_t g = first; g < last; g += SUPER_GROUPS)
-      load_scales(kind, scales + b * stride, groups, g, std::min(SUPER_GROUPS, last - g), to[b * apart + (g - first) / SUPER_GROUPS]);
+// The same of `groups` groups from w on, the first of eight. One function for all products, which would be large otherwise.
+QB_OF_ITS_OWN static void scales_of(const Layout& of, const uint8_t* w, int64_t groups, Scales8* to) {
+  for (int64_t g = 0; g < groups; g += SUPER_GROUPS, ++to) {
+    const int64_t some = std::min(SUPER_GROUPS, groups - g);
+    load_scales(of.scales, w + group_place(of, g) + some * of.bits * 64, some, *to);
+  }
 }
 
 // Products of values of `BITS` bits with scales of a KIND: OUTPUT, HALF (of a group, whatever holds it), PAIR (lowest values as well), ZERO
@@ -212,34 +216,29 @@ struct Values {
     }
   }
 
-  template <int C, int R, int B>
-  static void step(Sums (&s)[R][B][PIECES], const Value* x, const uint8_t* w, int64_t stride, const uint8_t* table) {
+  template <int C, int R>
+  static void step(Sums (&s)[R][PIECES], const Value* x, const uint8_t* w, const uint8_t* table) {
     constexpr int piece = C * PIECES / 8;
+    x += C * 4;
     if constexpr (SMALL) {
-      Bytes v[B];
-      for (int b = 0; b < B; ++b) v[b] = four<C>(w + b * stride, table);
-      for (int r = 0; r < R; ++r)
-        for (int b = 0; b < B; ++b) s[r][b][piece] = dot_half(s[r][b][piece], v[b], x + r * GROUP + C * 4);
+      const Bytes v = four<C>(w, table);
+      for (int r = 0; r < R; ++r) s[r][piece] = dot_half(s[r][piece], v, x + r * GROUP);
     } else if constexpr (TWO) {
       if constexpr (C % 2 == 0) {
-        Bytes v[B], behind[B];
-        for (int b = 0; b < B; ++b) v[b] = four<C>(w + b * stride, table), behind[b] = four<C + 1>(w + b * stride, table);
-        for (int r = 0; r < R; ++r)
-          for (int b = 0; b < B; ++b) s[r][b][piece] = dot_two(s[r][b][piece], v[b], behind[b], x + r * GROUP + C * 4);
+        const Bytes v = four<C>(w, table), behind = four<C + 1>(w, table);
+        for (int r = 0; r < R; ++r) s[r][piece] = dot_two(s[r][piece], v, behind, x + r * GROUP);
       }
     } else {
-      WholeBytes v[B];
-      for (int b = 0; b < B; ++b) v[b] = WIDE ? whole_wide(four<C>(w + b * stride, table)) : whole(four<C>(w + b * stride, table));
-      for (int r = 0; r < R; ++r)
-        for (int b = 0; b < B; ++b) s[r][b][piece] = dot_whole(s[r][b][piece], v[b], x + r * GROUP + C * 4);
+      const WholeBytes v = WIDE ? whole_wide(four<C>(w, table)) : whole(four<C>(w, table));
+      for (int r = 0; r < R; ++r) s[r][piece] = dot_whole(s[r][piece], v, x + r * GROUP);
     }
   }
 
-  // A group of R rows, [R][32], on B blocks.
-  template <int R, int B>
-  static void add(Sums (&s)[R][B][PIECES], const Value* x, const uint8_t* w, int64_t stride, const uint8_t* table) {
-    step<0>(s, x, w, stride, table), step<1>(s, x, w, stride, table), step<2>(s, x, w, stride, table), step<3>(s, x, w, stride, table);
-    step<4>(s, x, w, stride, table), step<5>(s, x, w, stride, table), step<6>(s, x, w, stride, table), step<7>(s, x, w, stride, table);
+  // A group of R rows, [R][32].
+  template <int R>
+  static void add(Sums (&s)[R][PIECES], const Value* x, const uint8_t* w, const uint8_t* table) {
+    step<0>(s, x, w, table), step<1>(s, x, w, table), step<2>(s, x, w, table), step<3>(s, x, w, table);
+    step<4>(s, x, w, table), step<5>(s, x, w, table), step<6>(s, x, w, table), step<7>(s, x, w, table);
   }
 
   // What eight groups have added so far, and what one more adds, whose numbers are 2^finer times as fine as the row's scale.

@@ -94,15 +94,20 @@ constexpr int MOST_ROWS = 6;
 constexpr int WIDEST[MOST_ROWS + 1] = {0, 4, 2, 1, 1, 1, 1};
 #endif
 
+// How many bytes ahead rows of one part fetch what they read. Not a multiple of 4096: what lies so far apart shares places in the first cache.
+constexpr int64_t AHEAD = 6 << 10;
+
 // How many blocks of a weight rows of one part, and of several, go through side by side. PART_ROWS: the most rows that one of several parts
-// has. AHEAD: how many bytes ahead rows of one part fetch what they read; 0: the next panel. On processors with fast products rows wait for
-// memory, which is read fastest as few streams.
+// has. STREAM: whether rows of one part fetch AHEAD, else the next panel. On processors with fast products rows wait for memory, which is read
+// fastest as few streams.
 #if defined(QB_DOT) && defined(QB_ZMM)
 constexpr int WIDEST_ALONE[MOST_ROWS + 1] = {0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, WIDEST_PARTS[] = {0, 2, 2, 2, 2, 2, 2, 2, 2};
-constexpr int64_t PART_ROWS = 8, AHEAD = 1 << 13;
+constexpr int64_t PART_ROWS = 8;
+constexpr bool STREAM = true;
 #else
 constexpr const int *WIDEST_ALONE = WIDEST, *WIDEST_PARTS = WIDEST;
-constexpr int64_t PART_ROWS = MOST_ROWS, AHEAD = 0;
+constexpr int64_t PART_ROWS = MOST_ROWS;
+constexpr bool STREAM = false;
 #endif
 
 template <class W, int R = 1, int B = 1>
@@ -283,7 +288,8 @@ static void panels(const W* x, int64_t x_stride, int64_t rows, const W* w, int64
     };
     const Parts parts(n, n > MOST_ROWS ? PART_ROWS : MOST_ROWS);
     const bool alone = parts.count == 1;
-    walk_panels(parts, alone ? WIDEST_ALONE : WIDEST_PARTS, w, w_stride * int64_t(sizeof(W)), each, even, sums, tile, made, alone ? AHEAD : 0);
+    const int* widest = alone ? WIDEST_ALONE : WIDEST_PARTS;
+    walk_panels(parts, widest, w, w_stride * int64_t(sizeof(W)), each, even, sums, tile, made, alone && STREAM ? AHEAD : 0);
   }
 }
 

@@ -79,8 +79,11 @@ static void put_whole(const bf16* weight, int64_t inputs, int64_t lane, uint8_t*
 static void quantise_halves(const bf16* weight, int64_t stride, int64_t block, int64_t outputs, int64_t inputs, uint8_t* to) {
   constexpr float LEVELS[] = {8, 9, 10, 11, 12, 13, 14, 15, 15.5f, 16, 17};  // from the smallest to the largest
   const int64_t groups = groups_of(inputs);
-  uint16_t* scales = reinterpret_cast<uint16_t*>(to + groups * 256);
+  const Layout& of = LAYOUTS[INT4];
   for (int64_t g = 0; g < groups; ++g) {
+    const int64_t eight = g / SUPER_GROUPS * SUPER_GROUPS;
+    uint8_t* values = to + group_place(of, g);
+    uint16_t* scales = reinterpret_cast<uint16_t*>(to + group_place(of, eight) + std::min(SUPER_GROUPS, groups - eight) * 256) + (g - eight) * 32;
     Tall w(weight, stride, block * 16, outputs, g * GROUP, inputs);
     Lanes low = load(w.of[0]), high = low;
     for (int64_t i = 1; i < GROUP; ++i) low = least(low, load(w.of[i])), high = greatest(high, load(w.of[i]));
@@ -115,14 +118,14 @@ static void quantise_halves(const bf16* weight, int64_t stride, int64_t block, i
         if (error[o] < best[o]) best[o] = error[o], by[o] = tried[o], slope[o] = fit[o], base[o] = rest[o];
     }
     for (int64_t o = 0; o < 16; ++o) {
-      scales[g * 32 + o] = to_half_float(slope[o]);
-      scales[g * 32 + 16 + o] = to_half_float(base[o] + lowest[o]);
+      scales[o] = to_half_float(slope[o]);
+      scales[16 + o] = to_half_float(base[o] + lowest[o]);
     }
     for (int64_t i = 0; i < GROUP; ++i) {
       float v[16];
       store(v, least(all(15.0f), round_even(mul(load(w.of[i]), load(by)))));
       for (int64_t o = 0; o < 16; ++o) {
-        uint8_t& byte = to[g * 256 + i / 8 * 64 + o * 4 + i % 4];
+        uint8_t& byte = values[i / 8 * 64 + o * 4 + i % 4];
         byte = i % 8 < 4 ? uint8_t(int(v[o])) : uint8_t(byte | int(v[o]) << 4);
       }
     }

@@ -113,75 +113,64 @@ class QuantisedRows {
   }
 };
 
-// A part of the rows from `row` on x blocks of 16 outputs to y. `ready`: scales, [blocks][groups / 8], null where they are still to be made. `ahead`:
-// what will be read next, of which `lines` of 64 bytes are fetched meanwhile.
-template <class F, int R, int B>
-static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row, const uint8_t* w, int64_t stride, const Scales8* ready, float* y,
-                           int64_t y_stride, const uint8_t* ahead, int64_t lines) {
-  const int64_t groups = x.groups, step = (lines + groups - 1) / groups;
+// A part of the rows from `row` on x a block of 16 outputs to y. `ready`: scales, [groups / 8], null where they are still to be made. `ahead`: what
+// will be read later, of which `lines` of 64 bytes are fetched meanwhile.
+template <class F, int R>
+static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row, const uint8_t* w, const Scales8* ready, float* y, int64_t y_stride,
+                           const uint8_t* ahead, int64_t lines) {
+  const int64_t groups = x.groups;
   const int32_t *starts = x.starts(row), *finer = x.finer(row);
   const float *scales = x.scales(row), *totals = x.totals(row);
   const auto* values = x.values<typename F::Value>(row);
-  const uint8_t* by = w + groups * F::GROUP_BYTES;
-  Scales8 own[B];
-  Lanes f[R][B];
-  for (int r = 0; r < R; ++r)
-    for (int b = 0; b < B; ++b) f[r][b] = zero();
+  Scales8 own;
+  Lanes f[R];
+  for (Lanes& sum : f) sum = zero();
   for (int64_t first = 0; first < groups; first += SUPER_GROUPS) {
-    const int64_t end = F::BY_EIGHT ? first + SUPER_GROUPS : std::min(groups, first + SUPER_GROUPS);
-    if (F::SCALED && !ready) scales_of(of.scales, by, stride, groups, first, end, B, own, 1);
-    const Scales8* scale = ready ? ready + first / SUPER_GROUPS : own;
-    const int64_t apart = ready ? (groups + SUPER_GROUPS - 1) / SUPER_GROUPS : 1;
-    Lanes eight[R][B];
-    for (int r = 0; r < R; ++r)
-      for (int b = 0; b < B; ++b) eight[r][b] = F::BY_EIGHT ? zero() : f[r][b];
+    const int64_t end = F::BY_EIGHT ? first + SUPER_GROUPS : std::min(groups, first + SUPER_GROUPS), count = end - first;
+    const uint8_t* here = w + group_place(of, first);
+    if (F::SCALED && !ready) scales_of(of, here, count, &own);
+    const Scales8& scale = ready ? ready[first / SUPER_GROUPS] : own;
+    const int64_t last_line = lines * end / groups;
+    int64_t line = lines * first / groups, step = (last_line - line + count - 1) / count;
+    Lanes eight[R];
+    for (int r = 0; r < R; ++r) eight[r] = F::BY_EIGHT ? zero() : f[r];
     for (int64_t g = first; g < end; ++g) {
-      for (int64_t l = g * step; l < (g + 1) * step && l < lines; ++l) QB_PREFETCH(ahead + l * 64);
-      typename F::Sums s[R][B][F::PIECES];
+      for (const int64_t until = std::min(last_line, line + step); line < until; ++line) QB_PREFETCH(ahead + line * 64);
+      typename F::Sums s[R][F::PIECES];
       for (int r = 0; r < R; ++r)
-        for (int b = 0; b < B; ++b)
-          for (int piece = 0; piece < F::PIECES; ++piece) start(s[r][b][piece], F::ADDS ? 0 : starts[(g * R + r) * F::PIECES + piece]);
-      F::template add<R, B>(s, values + g * R * GROUP, w + g * F::GROUP_BYTES, stride, of.table);
-      for (int b = 0; b < B; ++b)
-        for (int r = 0; r < R; ++r) {
-          const auto& own_scale = scale[b * apart].of[g - first];
-          if constexpr (F::BY_EIGHT) eight[r][b] = F::plus_group(eight[r][b], s[r][b], own_scale, finer[g * R + r]);
-          else eight[r][b] = F::plus(eight[r][b], s[r][b], own_scale, scales[g * R + r], totals[g * R + r]);
-        }
-    }
-    QB_UNROLL for (int r = 0; r < R; ++r)
-      for (int b = 0; b < B; ++b) {
-        const int64_t shared = first / SUPER_GROUPS * R + r;
-        if constexpr (!F::BY_EIGHT) f[r][b] = eight[r][b];
-        else f[r][b] = F::plus_eight(f[r][b], eight[r][b], scale[b * apart], scales[shared], x.whole_totals(row) + shared * SUPER_GROUPS * F::PIECES);
+        for (int piece = 0; piece < F::PIECES; ++piece) start(s[r][piece], F::ADDS ? 0 : starts[(g * R + r) * F::PIECES + piece]);
+      F::template add<R>(s, values + g * R * GROUP, here + (g - first) * F::GROUP_BYTES, of.table);
+      for (int r = 0; r < R; ++r) {
+        if constexpr (F::BY_EIGHT) eight[r] = F::plus_group(eight[r], s[r], scale.of[g - first], finer[g * R + r]);
+        else eight[r] = F::plus(eight[r], s[r], scale.of[g - first], scales[g * R + r], totals[g * R + r]);
       }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int b = 0; b < B; ++b) {
-      const Lanes sum = of.scales == OUTPUT ? mul(f[r][b], load(reinterpret_cast<const float*>(by + b * stride))) : f[r][b];
-      store(y + r * y_stride + b * 16, sum);
     }
+    QB_UNROLL for (int r = 0; r < R; ++r) {
+      const int64_t shared = first / SUPER_GROUPS * R + r;
+      if constexpr (!F::BY_EIGHT) f[r] = eight[r];
+      else f[r] = F::plus_eight(f[r], eight[r], scale, scales[shared], x.whole_totals(row) + shared * SUPER_GROUPS * F::PIECES);
+    }
+  }
+  const float* by = reinterpret_cast<const float*>(w + group_place(of, groups));
+  for (int r = 0; r < R; ++r) store(y + r * y_stride, of.scales == OUTPUT ? mul(f[r], load(by)) : f[r]);
 }
 
-using QuantisedTile = void (*)(const Layout&, const QuantisedRows&, int64_t, const uint8_t*, int64_t, const Scales8*, float*, int64_t, const uint8_t*,
+using QuantisedTile = void (*)(const Layout&, const QuantisedRows&, int64_t, const uint8_t*, const Scales8*, float*, int64_t, const uint8_t*,
                                int64_t);
 
-// What fits the registers: by rows, how many blocks of outputs side by side.
+// What fits the registers. Blocks go one after the other: memory gives one stream faster than two.
 #if defined(QB_VNNI) && defined(QB_ZMM)
 constexpr int MOST_QUANTISED = 8;
-constexpr int WIDEST_QUANTISED[MOST_QUANTISED + 1] = {0, 1, 1, 1, 2, 2, 2, 2, 2};
 #else
 constexpr int MOST_QUANTISED = 5;
-constexpr int WIDEST_QUANTISED[MOST_QUANTISED + 1] = {0, 2, 1, 1, 1, 1};
 #endif
+constexpr int WIDEST_QUANTISED[] = {0, 1, 1, 1, 1, 1, 1, 1, 1};  // by rows
 
-template <class F, int R = 1, int B = 1>
-static QuantisedTile quantised_tile_for(int64_t rows, int64_t blocks) {
+template <class F, int R = 1>
+static QuantisedTile quantised_tile_for(int64_t rows) {
   if constexpr (R < MOST_QUANTISED)
-    if (rows > R) return quantised_tile_for<F, R + 1>(rows, blocks);
-  if constexpr (B < WIDEST_QUANTISED[R])
-    if (blocks > B) return quantised_tile_for<F, R, B + 1>(rows, blocks);
-  return quantised_tile<F, R, B>;
+    if (rows > R) return quantised_tile_for<F, R + 1>(rows);
+  return quantised_tile<F, R>;
 }
 
 // As `panels` of product.h: blocks of outputs, handed to `done(row, rows, block, blocks, sums, stride)` part by part. `each(f)` calls
@@ -190,7 +179,7 @@ template <class Each, class Done>
 static void quantised_panels(int32_t format, const bf16* x, int64_t x_stride, int64_t rows, const void* weight, int64_t inputs, Each each,
                              bool even, float* sums, Done done) {
   const Layout& of = LAYOUTS[format];
-  QuantisedTile (*tile_for)(int64_t, int64_t) = nullptr;
+  QuantisedTile (*tile_for)(int64_t) = nullptr;
   RowKind kind = {};
   with_values(of, [&](auto which) {
     using F = decltype(which);
@@ -206,22 +195,22 @@ static void quantised_panels(int32_t format, const bf16* x, int64_t x_stride, in
     taken.resize(parts.rows, inputs, kind);
     for (int64_t part = 0; part < parts.count; ++part)
       taken.take(x + begin * x_stride, x_stride, parts.begin(part), parts.begin(part + 1) - parts.begin(part), inputs);
-    const auto tile = [&](int64_t low, int64_t count, const char* block, int64_t blocks, float* to, int64_t to_stride, const char* ahead,
-                          int64_t lines) {
+    const bool alone = parts.count == 1;
+    const auto tile = [&](int64_t low, int64_t count, const char* block, int64_t, float* to, int64_t to_stride, const char* ahead, int64_t lines) {
       const uint8_t* w = reinterpret_cast<const uint8_t*>(block);
       Scales8* ready = nullptr;
-      if (parts.count > 1 && of.scales != OUTPUT) {
-        const int64_t groups = taken.groups, each_block = (groups + SUPER_GROUPS - 1) / SUPER_GROUPS, place = (to - sums) / 16 * each_block;
-        if (int64_t(scales.size()) < place + blocks * each_block) scales.resize(size_t(place + blocks * each_block));
+      if (!alone && of.scales != OUTPUT) {
+        const int64_t each_block = (taken.groups + SUPER_GROUPS - 1) / SUPER_GROUPS, place = (to - sums) / 16 * each_block;
+        if (int64_t(scales.size()) < place + each_block) scales.resize(size_t(place + each_block));
         ready = scales.data() + place;
-        if (low == 0) scales_of(of.scales, w + groups * of.bits * 64, stride, groups, 0, groups, blocks, ready, each_block);
+        if (low == 0) scales_of(of, w, taken.groups, ready);
       }
-      tile_for(count, blocks)(of, taken, low, w, stride, ready, to, to_stride, reinterpret_cast<const uint8_t*>(ahead), lines);
+      tile_for(count)(of, taken, low, w, ready, to, to_stride, reinterpret_cast<const uint8_t*>(ahead), lines);
     };
     const auto made = [&](int64_t low, int64_t count, int64_t block, int64_t blocks, const float* from, int64_t from_stride) {
       done(begin + low, count, block, blocks, from, from_stride);
     };
-    walk_panels(parts, WIDEST_QUANTISED, weight, stride, each, even, sums, tile, made);
+    walk_panels(parts, WIDEST_QUANTISED, weight, stride, each, even, sums, tile, made, alone ? AHEAD : 0);
   }
 }
 
