@@ -103,7 +103,8 @@ class Stand:
         self.paths.append(request.url.path)
         body = await request.json()
         self.asked.append(body | {"authorization": request.headers.get("authorization")})
-        prompt = body["messages"][-1]["content"]
+        content = body["messages"][-1]["content"]
+        prompt = content if isinstance(content, str) else content[-1]["text"]
         if "objekt" in json.dumps(body.get("response_format")):
             return refuse(400, "json_schema: Invalid type: objekt", param="response_format")
         if not body.get("stream"):  # the page asks whether a schema is taken

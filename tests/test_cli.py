@@ -109,7 +109,7 @@ def test_every_option_arrives(run):
     loading = """--model folder --method dyspec --budget 12 --drafter small --vocab router
         --shortlist 99 --dtype float32 --device cpu --revision v1 --kv-memory 1GB
         --weights int4 --draft-weights int8 --memory 3GB --memory-of-answers 1MB --keep k
-        --max-running 3 --no-share-prefixes"""
+        --max-running 3 --no-share-prefixes --max-pixels 9000"""
     given = ("--system", "Be brief.", "--json", *sampling.split(), *loading.split())
     result = run("generate", "hello", *given)
     assert result.exit_code == 0, result.stderr
@@ -120,7 +120,7 @@ def test_every_option_arrives(run):
     expected |= {"dtype": "float32", "device": "cpu", "revision": "v1"}
     expected |= {"weights": "int4", "draft_weights": "int8", "memory": "3GB", "kv_memory": "1GB"}
     expected |= {"memory_of_answers": "1MB", "keep": "k", "kept_prefixes": "1GB"}
-    expected |= {"max_running": 3, "share_prefixes": False}
+    expected |= {"max_running": 3, "share_prefixes": False, "max_pixels": 9000}
     assert options == expected
     assert messages == [("system", "Be brief."), ("user", "hello")]
     expected = dict(max_tokens=7, temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=5)

@@ -179,14 +179,14 @@ def test_content_is_given_as_the_template_takes_it():
 
 @pytest.fixture
 def folder(toy_folder, tmp_path):
-    """A tiny model of images and text, with a template that takes parts alone."""
+    """A tiny model whose images are not read, with a template that takes parts alone."""
     for path in Path(toy_folder).glob("tokenizer*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     fields = json.loads((tmp_path / "tokenizer_config.json").read_text())
     fields.pop("chat_template", None)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": PARTS_ALONE}))
-    model = made("qwen2_5_vl")
+    model = made("qwen3_vl")
     vocab = json.loads((Path(toy_folder) / "config.json").read_text())["vocab_size"]
     model.resize_token_embeddings(vocab)
     model.save_pretrained(tmp_path)

@@ -125,6 +125,53 @@ def test_answer_is_coloured_by_source(open_page, stand):
     assert len({re.sub(r"rgb\S* ?|\(.*?\)", "", line) for _, line in looks}) == 5
 
 
+DROP = """async ([kind, width, height, onto]) => {
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [width, height];
+  canvas.getContext("2d").fillRect(0, 0, width / 2, height);
+  const blob = await new Promise((done) => canvas.toBlob(done));
+  const data = new DataTransfer();
+  data.items.add(new File([kind === "text" ? "abc" : blob], `a.${kind}`, { type: "image/png" }));
+  const paste = onto === "#prompt";
+  const event = new (paste ? ClipboardEvent : DragEvent)(paste ? "paste" : "drop",
+    { dataTransfer: data, clipboardData: data, bubbles: true, cancelable: true });
+  document.querySelector(onto).dispatchEvent(event);
+}"""
+
+
+def test_images_are_dropped_and_pasted(open_page, stand):
+    page = open_page()
+    waiting, sent = page.locator("#images img"), page.locator(".user img")
+    page.evaluate(DROP, ["png", 3200, 800, "#turns"])
+    expect(waiting).to_have_count(1)
+    page.evaluate(DROP, ["png", 40, 30, "#prompt"])
+    expect(waiting).to_have_count(2)
+    page.get_by_role("button", name="Remove image 2").click()
+    expect(waiting).to_have_count(1)
+    answered(page, "rowans")
+    expect(waiting).to_have_count(0)
+    expect(sent).to_have_count(1)
+    assert sent.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [1600, 400]
+    image, text_part = stand.asked[-1]["messages"][-1]["content"]
+    assert image["type"] == "image_url" and text_part == {"type": "text", "text": "rowans"}
+    assert image["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    answered(page, "rowans again")
+    first, _, second = stand.asked[-1]["messages"]
+    assert first["content"] == [image, text_part] and second["content"] == "rowans again"
+
+    # what is no image, and a message that can't be answered, whose images come back
+    page.evaluate(DROP, ["text", 9, 9, "#turns"])
+    expect(page.locator("#notice")).to_contain_text("a.text is no image")
+    page.evaluate(DROP, ["png", 9, 9, "#turns"])
+    expect(waiting).to_have_count(1)
+    ask(page, "odd")
+    expect(page.locator("#notice")).to_contain_text("refuses this")
+    expect(waiting).to_have_count(1)
+    expect(sent).to_have_count(1)
+    page.click("#new")
+    expect(waiting).to_have_count(0)
+
+
 def test_fenced_code_is_set_apart_with_its_indentation(open_page):
     page = open_page()
     answered(page, "code")

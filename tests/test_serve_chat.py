@@ -280,9 +280,13 @@ def test_a_number_without_a_fraction_is_an_integer(scripted):
 
 def test_images_in_a_history_are_refused_in_clear_words(scripted):
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    for message in ({**TOOL, "content": [image]}, {"role": "user", "content": [image]}):
-        response = ask(scripted, PATH, {"messages": [*MESSAGES, message]})
-        assert "text" in refused(response, "messages[1].content[0]")
+    tool, user = {**TOOL, "content": [image]}, {"role": "user", "content": [image]}
+    response = ask(scripted, PATH, {"messages": [*MESSAGES, tool]})
+    assert "'image_url': give parts of type 'text'" in refused(response, "messages[1].content[0]")
+    response = ask(scripted, PATH, {"messages": [*MESSAGES, user]})
+    assert "message 1 has a part of type 'image_url', which is not read for this model" in (
+        refused(response, "messages")
+    )
 
 
 def test_a_last_message_may_be_continued(runner, llm):

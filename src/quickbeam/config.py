@@ -179,6 +179,10 @@ class ModelOptions(Options):
     )
     """Memory for keys and values, as in 2GB or 512MiB. Default: half of what is free."""
 
+    max_pixels: int | None = field(default=None, metadata={"metavar": "N", "rule": OPTIONAL_COUNT})
+    """Most pixels of an image that a model reads; larger images are scaled down. Default: what
+    512 rows are made from, each of which takes the place of a token."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         super().__post_init__()

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-# what to do with a prompt that holds more than text
-TEXT_ALONE = (
-    "only text is read: leave it out, or use transformers, vLLM or llama.cpp for this prompt"
-)
+# what to do with a part of a prompt that isn't read
+NOT_READ = "leave it out, or use transformers, vLLM or llama.cpp for this prompt"
 
 # characters of a name that are compared: what a client sends may be long
 LONGEST_NAME = 64

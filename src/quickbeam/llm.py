@@ -61,6 +61,7 @@ from quickbeam.models.text.prompts import (
     is_single_prompt,
     prompt_ids,
 )
+from quickbeam.models.vision.reader import PromptIds
 from quickbeam.models.weights.digest import digest_of
 from quickbeam.models.weights.formats import pick_device, refuse_memory, refuse_place, wanted_dtype
 from quickbeam.params import SamplingParams, check_values, integer, optional
@@ -129,6 +130,7 @@ class LLM:
                 memory=optional_bytes(options.memory, "memory"),
                 progress=progress,
                 revision=options.revision,
+                max_pixels=options.max_pixels,
             )
         )
 
@@ -186,6 +188,7 @@ class LLM:
         answers: AnswerMemory | None,
     ) -> None:
         self.model, self.tokenizer, self.eos_ids = loaded.model, loaded.tokenizer, loaded.eos_ids
+        self.images = loaded.images
         # what the model's generation config names; servers take it where a request gives none
         self.sampling_defaults: Mapping[str, float] = loaded.sampling
         self.name, self.budget = name, options.budget
@@ -218,7 +221,8 @@ class LLM:
     def _identity(self, drafter: str) -> str:
         """Return what the keys and values of this model and of its drafter depend on."""
         files = [digest_of(self.folder), digest_of(drafter)]
-        return " ".join([__version__, *files, str(self.model.dtype), self.kernels])
+        pixels = None if self.images is None else self.images.max_pixels
+        return " ".join([__version__, *files, str(self.model.dtype), self.kernels, str(pixels)])
 
     __reduce__ = refuse_copy
 
@@ -475,6 +479,8 @@ class LLM:
             shortlist=self.method_store.shortlist(setting),
             prediction=self._prediction_ids(params.prediction),
             skeletons=self._skeleton_ids(tuple(skeletons)),
+            images=prompt.images if isinstance(prompt, PromptIds) else (),
+            positions=prompt.positions if isinstance(prompt, PromptIds) else None,
             observer=observer,
             choice=choice or 0,
             tenant=_hashable(tenant),
@@ -501,9 +507,14 @@ class LLM:
 
         A text stands for one message of the user's. With `continue_final_message` the ids end with
         the last message, and the answer continues it. `tools` and further `arguments` (such as
-        `enable_thinking` of some models) go to the chat template, as in transformers. Raises
-        `InvalidInput` for a model without a chat template, for messages that lack a role or
-        content or hold more than text, and for those that the template refuses.
+        `enable_thinking` of some models) go to the chat template, as in transformers.
+
+        A content may be a list of parts, `{"type": "text", "text": "…"}` and, for models that read
+        images, `{"type": "image", "image": …}` with an image of Pillow's, a path or a file's bytes.
+        The result then has `images`, and belongs to `stream` or `generate` as it is.
+
+        Raises `InvalidInput` for a model without a chat template, for messages that lack a role or
+        content, for what the model doesn't read, and for messages that the template refuses.
         """
         return chat_ids(
             self.tokenizer,
@@ -511,6 +522,8 @@ class LLM:
             messages,
             tools=tools,
             continue_final_message=continue_final_message,
+            images=self.images,
+            most=self.room(0) if self.images else 0,
             **arguments,
         )
 

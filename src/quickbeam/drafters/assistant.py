@@ -165,9 +165,9 @@ class AssistantDrafter(Drafter):
             n = len(request.nodes)
             length = cache.length
             tokens = [request.tree.token[node] for node in request.nodes]
-            nowhere = [0] * n
+            last = [length - 1] * n  # with which a window ends
             behind = [length] * n
-            listed.add(cache.table, tokens, behind, nowhere, behind, [()] * n, range(n))
+            listed.add(cache.table, tokens, behind, last, behind, [()] * n, range(n))
         feature = self.passes.run_rows(listed, torch.cat(states)).normed.contiguous()
         sizes = [len(request.nodes) for request in requests]
         outs = self.split(feature).split_with_sizes(sizes)

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,7 +23,6 @@ from safetensors.torch import save_file
 logger = logging.getLogger(__name__)
 SUFFIX = ".prefix"
 PART = ".part"  # of a file that is being written
-TOKENS = "tokens"
 
 
 class KeptPrefixes:
@@ -44,11 +42,11 @@ class KeptPrefixes:
                 with suppress(OSError):
                     part.unlink()
 
-    def name(self, parent: str, tokens: Sequence[int]) -> str:
-        """Return the name of the chunk of these tokens behind a chunk, or behind `root`."""
-        return hashlib.sha256(parent.encode() + np.asarray(tokens, "<i8").tobytes()).hexdigest()
+    def name(self, parent: str, key: Sequence[int]) -> str:
+        """Return the name of the chunk of this key behind a chunk, or behind `root`."""
+        return hashlib.sha256(" ".join(map(str, (parent, *key))).encode()).hexdigest()
 
-    def load(self, name: str, tokens: Sequence[int]) -> dict[str, torch.Tensor] | None:
+    def load(self, name: str) -> dict[str, torch.Tensor] | None:
         """Return the tensors of a chunk; None if it is not kept or its file is damaged."""
         path = self._path(name)
         if not path.exists():
@@ -57,7 +55,7 @@ class KeptPrefixes:
             with safe_open(path, "pt") as file:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
                 checksum = (file.metadata() or {}).get("checksum")
-            if checksum != _checksum(tensors) or tensors.pop(TOKENS).tolist() != list(tokens):
+            if checksum != _checksum(name, tensors):
                 raise ValueError("its content is not what was written")
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             logger.warning("a kept prefix is ignored: %s is damaged (%s)", path, error)
@@ -70,17 +68,16 @@ class KeptPrefixes:
         with suppress(OSError):
             os.utime(self._path(name))
 
-    def save(self, name: str, tokens: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> None:
+    def save(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write a chunk. After a failure, as of a full disk, no more are written."""
         if self._failed:
             return
-        named = {TOKENS: torch.tensor(tokens), **tensors}
         path = self._path(name)
         part = path.with_name(f"{name}.{os.getpid()}{PART}")
         try:
             self._folder.mkdir(exist_ok=True)
-            if self._make_room(sum(tensor.nbytes for tensor in named.values()), path):
-                save_file(named, part, {"checksum": _checksum(named)})
+            if self._make_room(sum(tensor.nbytes for tensor in tensors.values()), path):
+                save_file(dict(tensors), part, {"checksum": _checksum(name, tensors)})
                 os.replace(part, path)
         except (OSError, SafetensorError) as error:
             self._failed = True
@@ -105,12 +102,12 @@ class KeptPrefixes:
         return self._folder / f"{name}{SUFFIX}"
 
 
-def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a checksum of tensors with their names, types and shapes."""
-    checksum = 0
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        checksum = zlib.crc32(f"{name} {tensor.dtype} {tensor.shape}".encode(), checksum)
+def _checksum(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a checksum of a chunk's name, and of its tensors with their names, types and shapes."""
+    checksum = zlib.crc32(name.encode())
+    for key in sorted(tensors):
+        tensor = tensors[key].contiguous()
+        checksum = zlib.crc32(f"{key} {tensor.dtype} {tensor.shape}".encode(), checksum)
         content = tensor.view(-1).view(torch.uint8).numpy().tobytes()
         checksum = zlib.crc32(content, checksum)
     return f"{checksum:08x}"

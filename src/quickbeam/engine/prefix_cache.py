@@ -37,7 +37,7 @@ SNAPSHOTS = 32
 class Chunk:
     """One chunk of tokens, behind those of its parents.
 
-    - `key`: its tokens.
+    - `key`: its tokens (`SequenceState.prefix_key`).
     - `kv`: the target's keys and values; empty once the chunk is dropped.
     - `last_hidden`: the hidden states `[1, layers * d]` of the last token, if known.
     - `draft`: the drafter's rows, if known.
@@ -99,8 +99,10 @@ class PrefixCache:
             self._kept = kept
             self._root.name = kept.root if kept is not None else ""
 
-    def find(self, ids: Sequence[int], drafter: Drafter | None = None) -> list[Chunk]:
-        """Return the chunks that `ids` begin with, leaving at least one token.
+    def find(self, key: Sequence[int], drafter: Drafter | None = None) -> list[Chunk]:
+        """Return the chunks that a text begins with, leaving at least one token.
+
+        `key`: the text's `SequenceState.prefix_key`.
 
         For a drafter that reads the hidden states of every token, they end where neither its rows
         nor the hidden states are known.
@@ -111,9 +113,9 @@ class PrefixCache:
         chunk = self._root
         chunks = list[Chunk]()
         has_rows = True
-        for begin in range(0, len(ids) - self.size, self.size):
-            key = tuple(ids[begin : begin + self.size])
-            following = chunk.children.get(key) or self._load(chunk, key)
+        for begin in range(0, len(key) - self.size, self.size):
+            part = tuple(key[begin : begin + self.size])
+            following = chunk.children.get(part) or self._load(chunk, part)
             if following is None:
                 break
             read = following.draft is not None and following.last_hidden is not None
@@ -148,7 +150,7 @@ class PrefixCache:
         assert cache is not None
         at = len(sequence.chunks)
         parent = sequence.chunks[-1] if sequence.chunks else self._root
-        key = tuple(sequence.ids[at * self.size : (at + 1) * self.size])
+        key = tuple(sequence.prefix_key[at * self.size : (at + 1) * self.size])
         last_hidden = sequence.last_hidden.get(at)
         chunk = parent.children.get(key)
         if chunk is not None and chunk in self._by_use:
@@ -177,7 +179,7 @@ class PrefixCache:
         for chunk in self._by_use:  # children before their parents, which so are removed later
             if chunk.parts > chunk.saved:
                 chunk.saved = chunk.parts
-                self._kept.save(chunk.name, chunk.key, self._tensors(chunk))
+                self._kept.save(chunk.name, self._tensors(chunk))
                 return True
         return False
 
@@ -210,7 +212,7 @@ class PrefixCache:
         free = self._pool.free
         if free is not None and free < 2 * pages + self._pool.state_pages:
             return None
-        tensors = self._kept.load(self._kept.name(parent.name, key), key)
+        tensors = self._kept.load(self._kept.name(parent.name, key))
         if tensors is None:
             return None
         kv = _read_pages(self._pool, pages, tensors["kv"]) if "kv" in tensors else None

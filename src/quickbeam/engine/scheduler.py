@@ -11,7 +11,7 @@ from quickbeam.drafters.base import DrafterState
 from quickbeam.engine.prefix_cache import Chunk, PrefixCache
 from quickbeam.engine.proposing import SequenceProposal, fail
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.models.base import Chain, Draft, Model, Part
+from quickbeam.models.base import Chain, Draft, Model, Part, end_of_chunk, images_between
 from quickbeam.models.cache.kv import OutOfPages, Page
 
 TREE = 64  # how many rows a sequence may need besides its tokens
@@ -158,7 +158,9 @@ class Scheduler:
         """
         if self.pool.limit is None:
             return True
-        chunks = [] if sequence.scoring else self.prefixes.find(sequence.ids, sequence.drafter)
+        chunks = list[Chunk]()
+        if not sequence.scoring:
+            chunks = self.prefixes.find(sequence.prefix_key, sequence.drafter)
         cached_tokens = len(chunks) * self.prefixes.size
         needed = -(-(len(sequence.ids) - cached_tokens + TREE) // self.pool.page)
         needed += self.pool.most_state_pages
@@ -178,14 +180,14 @@ class Scheduler:
         if sequence.scoring:
             return False
         size = self.prefixes.size
-        ids = sequence.ids
+        key = sequence.prefix_key
         for other in self.active:
             if other.started or not other.unread:
                 continue
             # compares the chunks that the other has read and the one that it reads next
             behind = other.read // size * size
-            shareable = min(len(ids) - 1, len(other.request.prompt)) // size * size
-            if shareable > behind and ids[: behind + size] == other.ids[: behind + size]:
+            shareable = min(len(key) - 1, len(other.request.prompt)) // size * size
+            if shareable > behind and key[: behind + size] == other.prefix_key[: behind + size]:
                 return True
         return False
 
@@ -199,7 +201,8 @@ class Scheduler:
         prefixes = self.prefixes
         drafter = sequence.drafter
         state = sequence.draft_state
-        chunks = prefixes.find(sequence.ids[: len(sequence.ids) - sequence.started], drafter)
+        end = len(sequence.ids) - sequence.started
+        chunks = prefixes.find(sequence.prefix_key[:end], drafter)
         if not chunks:
             return
         assert sequence.cache is not None
@@ -288,10 +291,12 @@ class Scheduler:
         for sequence, count in zip(reading, counts, strict=True):
             if not count or sequence.cache is None:
                 continue
-            end = sequence.read + count
+            end = end_of_chunk(sequence.request.images, sequence.read, sequence.read + count)
+            count = end - sequence.read
             ends_prompt = not sequence.started and end == len(sequence.request.prompt)
             wanted = count if sequence.scoring else int(ends_prompt)
-            text = Chain(sequence.cache, sequence.ids[sequence.read : end], wanted)
+            images = images_between(sequence.request.images, sequence.read, end)
+            text = Chain(sequence.cache, sequence.ids[sequence.read : end], wanted, images)
             parts.append(ScheduledPart(sequence, text))
         return parts
 

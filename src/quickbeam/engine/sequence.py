@@ -19,10 +19,11 @@ from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
 from quickbeam.methods.base import Method
-from quickbeam.models.base import Draws
+from quickbeam.models.base import Draws, ImageRows
 from quickbeam.models.cache.kv import SequenceCache
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.noise import NativeNoise
+from quickbeam.models.vision.positions import ImagePositions
 from quickbeam.noise import Noise
 from quickbeam.params import COUPLED, SamplingParams
 from quickbeam.sampling import Sampler, logprobs
@@ -57,6 +58,8 @@ class Request:
     - `tenant`: whose request it is. Tenants are served alike; None for a program's own requests.
     - `prediction`: token ids of a text that the answer is expected to be much like; or none.
     - `skeletons`: token ids of texts that may be parts of the answer, with gaps; or none.
+    - `images`: in place of some of the prompt's tokens, in order.
+    - `positions`: of tokens, where those of images have three numbers.
     """
 
     prompt: Sequence[int]
@@ -72,6 +75,8 @@ class Request:
     tenant: Hashable = None
     prediction: Sequence[int] = ()
     skeletons: Sequence[int] = ()
+    images: Sequence[ImageRows] = ()
+    positions: ImagePositions | None = None
 
     def __post_init__(self) -> None:
         self.prompt = list(self.prompt)  # the caller may change its list later
@@ -182,6 +187,19 @@ class SequenceState:
         return len(self.ids) - self.started - self.read
 
     @property
+    def prefix_key(self) -> Sequence[int]:
+        """A number for each of the ids, by which the prefix cache knows what was computed of it.
+
+        That is the id. A row of an image has a negative number, which no other image's rows have.
+        """
+        if not self.request.images:
+            return self.ids
+        key = list(self.ids)
+        for image in self.request.images:
+            key[image.first : image.end] = [-image.key - row for row in range(len(image.rows))]
+        return key
+
+    @property
     def remaining(self) -> int:
         """How many tokens its answer may still have."""
         return self.params.max_tokens - len(self.output.token_ids)
@@ -205,6 +223,7 @@ class SequenceState:
     def begin(self, cache: SequenceCache) -> None:
         """Let the sources read the text so far. Keys and values go to `cache`."""
         self.cache = self.context.cache = cache
+        cache.positions = self.request.positions
         self.times.began = self.times.began or time.perf_counter()
         self.context.begin(self.method.sources, self.request.shortlist)
         if (state := self.draft_state) is not None and state.used is not None:

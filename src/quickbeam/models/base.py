@@ -47,15 +47,58 @@ def inference(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+class ImageRows(NamedTuple):
+    """Rows of an image, in place of the embeddings of tokens that follow one another.
+
+    `first`: the index of the first of these tokens. `rows`: `[n, d]`, as `Model.embedding` returns
+    rows. `key`: a large number that no other image's rows have. `whole`: its rows see one another,
+    so that one pass reads all of them that are left.
+    """
+
+    first: int
+    rows: torch.Tensor
+    key: int
+    whole: bool = False
+
+    @property
+    def end(self) -> int:
+        """The index behind the last of the tokens."""
+        return self.first + len(self.rows)
+
+
+def images_between(images: Sequence[ImageRows], first: int, end: int) -> list[ImageRows]:
+    """Return what `images` have of the tokens `first` to `end` (excluded), counted from `first`."""
+    between = list[ImageRows]()
+    for image in images:
+        begin = max(image.first, first)
+        rows = image.rows[begin - image.first : max(0, end - image.first)]
+        if len(rows):
+            between.append(image._replace(first=begin - first, rows=rows))
+    return between
+
+
+def end_of_chunk(images: Sequence[ImageRows], first: int, end: int) -> int:
+    """Return where a pass over the tokens from `first` on ends that would end at `end`.
+
+    It ends before an image that would not be read whole, or behind it where it begins with it.
+    """
+    for image in images:
+        if image.whole and image.first < end < image.end:
+            return image.first if image.first > first else image.end
+    return end
+
+
 class Chain(NamedTuple):
     """Tokens of a text that follow a sequence's committed tokens.
 
-    `wanted`: how many of the last tokens need logits after them.
+    `wanted`: how many of the last tokens need logits after them. `images`: in place of some tokens'
+    embeddings; their indices count from the first of `tokens`.
     """
 
     cache: SequenceCache
     tokens: Sequence[int]
     wanted: int = 1
+    images: Sequence[ImageRows] = ()
 
     @property
     def rows(self) -> int:

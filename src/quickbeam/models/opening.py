@@ -25,6 +25,7 @@ from quickbeam.models.rotary import limit_context
 from quickbeam.models.text.eos import eos_ids, known_eos_ids
 from quickbeam.models.text.tokenizer import load_tokenizer
 from quickbeam.models.torch.model import TorchModel
+from quickbeam.models.vision.reader import IMAGE_FAMILIES, ImageReader
 from quickbeam.models.weights import disk
 from quickbeam.models.weights.adapters import AdaptedCheckpoint, adapter_in
 from quickbeam.models.weights.checkpoint import Checkpoint, local_folder, read_json
@@ -64,13 +65,15 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
 class LoadedModel(NamedTuple):
     """A model that is ready to run, and its tokenizer.
 
-    `eos_ids`: ids that end an answer. `sampling`: of `sampling_defaults`.
+    `eos_ids`: ids that end an answer. `sampling`: of `sampling_defaults`. `images`: reads those of
+    prompts; None for a model that reads text alone.
     """
 
     model: Model
     tokenizer: Any
     eos_ids: set[int]
     sampling: dict[str, float]
+    images: ImageReader | None = None
 
 
 def make_model(
@@ -118,6 +121,7 @@ def open_model(
     memory: int | None = None,
     progress: ReportProgress | None = None,
     revision: str | None = None,
+    max_pixels: int | None = None,
 ) -> LoadedModel:
     """Load a model from a folder, a `.gguf` file or a Hugging Face id.
 
@@ -125,7 +129,8 @@ def open_model(
     weights may take on `device`, where `refuse_memory` allows a bound; None for no bound. On a CPU,
     the weights beyond it are read from disk in every pass (`disk.py`). On CUDA, they are copied
     from host memory in every pass (`pinned.py`). `revision`: a branch, tag or commit of a Hugging
-    Face id. The other arguments are those of `make_model`.
+    Face id. `max_pixels`: of an image (`ImageReader`). The other arguments are those of
+    `make_model`.
 
     Raises `InvalidInput` for what can't be run like this.
     """
@@ -147,7 +152,20 @@ def open_model(
     generation = read_json(checkpoint.path / "generation_config.json")
     tokenizer = load_tokenizer(tokenizer_folder(checkpoint), checkpoint.config)
     end_ids = eos_ids(generation, checkpoint.config, tokenizer) | known_eos_ids(tokenizer)
-    return LoadedModel(model, tokenizer, end_ids, sampling_defaults(generation))
+    images: ImageReader | None = None
+    kind = checkpoint.config.whole_type
+    # where embeddings have a scale, most models' images have it, too; Gemma's have not
+    if kind in IMAGE_FAMILIES and (checkpoint.stack.scale == 1 or kind == "gemma3"):
+        images = ImageReader(
+            checkpoint.path,
+            kind,
+            tokenizer,
+            model.dtype,
+            device,
+            native=isinstance(model, NativeModel),
+            max_pixels=max_pixels,
+        )
+    return LoadedModel(model, tokenizer, end_ids, sampling_defaults(generation), images)
 
 
 def tokenizer_folder(checkpoint: Checkpoint | AdaptedCheckpoint) -> Path:

@@ -7,13 +7,14 @@ that it is run with: on a prompt's chunks, and on the depth of a draft tree (`li
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from quickbeam.errors import InvalidInput
+from quickbeam.models.native.operands import RowList
 from quickbeam.models.stack import Rotary, Stack
 from quickbeam.models.weights.parameters import query_factors
 
@@ -154,6 +155,25 @@ class AngleTable:
             self.end += half
             self._angles.append(angles_of(config, rotary, 2 * half))
         self._table = (torch.empty(0, 1), torch.empty(0, 1))
+        rope = getattr(config, "rope_parameters", None) or {}
+        # M-RoPE: how many columns are of each of a row's three positions
+        self._sections: Sequence[int] = rope.get("mrope_section") or ()
+
+    def of(self, rows: RowList) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines by the positions of a pass's rows, `[positions, columns]` each.
+
+        If there are rows of three positions, their angles are put together row by row, and
+        `rows.positions` become the rows' indices.
+        """
+        if not rows.axes:
+            return self.up_to(max(rows.positions))
+        axes = torch.tensor(rows.positions)[:, None].repeat(1, 3)
+        axes[list(rows.axes)] = torch.tensor(list(rows.axes.values()))
+        cosine, sine = self.up_to(int(axes.max()))
+        rows.positions = list(range(len(rows)))
+        axis_of_column = torch.arange(3).repeat_interleave(torch.tensor(self._sections))
+        positions, columns = axes[:, axis_of_column], torch.arange(self.end)
+        return cosine[positions, columns], sine[positions, columns]
 
     def up_to(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines, `[positions, columns]` each, at least up to `position`."""

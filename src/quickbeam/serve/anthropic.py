@@ -41,6 +41,7 @@ async def count_tokens(runner: Runner, request: CountRequest) -> Json:
             lambda: encode_conversation(llm, conversation, tools),
             estimate_conversation(conversation, tools),
             TENANT.get(),
+            bool(conversation.images),
         )
     return {"input_tokens": len(ids)}
 

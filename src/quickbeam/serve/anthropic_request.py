@@ -11,12 +11,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from typing_extensions import Self
 
+from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
+from quickbeam.models.vision.image import check_data_url
 from quickbeam.serve.messages import (
     AssistantMessage,
     CalledFunction,
     Content,
     Conversation,
+    ImagePart,
+    ImageURL,
     Message,
     TextPart,
     ToolCall,
@@ -33,8 +37,8 @@ from quickbeam.serve.schemas import (
     Object,
     ShortTexts,
     Some,
+    part_of,
     refuse,
-    text_part,
 )
 from quickbeam.serve.tool_fields import (
     Function,
@@ -65,11 +69,51 @@ LEFT_OUT = (
 KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
+class ImageSource(LenientBody):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class Image(LenientBody):
+    type: Literal["image"]
+    source: ImageSource
+
+    @model_validator(mode="after")
+    def _is_read(self) -> Self:
+        try:
+            check_data_url(self._url)
+        except InvalidInput as error:
+            raise refuse(str(error)) from error
+        return self
+
+    @property
+    def _url(self) -> str:
+        return f"data:{self.source.media_type};base64,{self.source.data}"
+
+    @property
+    def part(self) -> ImagePart:
+        """The block as a part of a chat's message."""
+        url = ImageURL.model_construct(url=self._url, detail=None)  # which is checked
+        return ImagePart.model_construct(type="image_url", image_url=url)
+
+
+ResultBlock = Annotated[
+    Annotated[TextPart | Image, Field(discriminator="type")], part_of("text", "image")
+]
+
+
 class ToolResult(LenientBody):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Many[Annotated[TextPart, text_part("text")]] | None = None
+    content: str | Many[ResultBlock] | None = None
     is_error: bool | None = None
+
+    @property
+    def images(self) -> list[ImagePart]:
+        """The images in the result, for a message of the user's behind it."""
+        blocks = self.content if isinstance(self.content, list) else []
+        return [block.part for block in blocks if isinstance(block, Image)]
 
     @property
     def message(self) -> ToolMessage:
@@ -113,7 +157,8 @@ def _kind_of_block(block: Any) -> str:
 
 
 UserBlock = Annotated[
-    Annotated[TextPart | ToolResult, Field(discriminator="type")], text_part("text", "tool_result")
+    Annotated[TextPart | Image | ToolResult, Field(discriminator="type")],
+    part_of("text", "image", "tool_result"),
 ]
 AssistantBlock = Annotated[
     Annotated[TextPart, Tag("text block")]
@@ -121,7 +166,7 @@ AssistantBlock = Annotated[
     | Annotated[ToolUse, Tag("tool_use block")]
     | Annotated[LeftOut, Tag("left out")],
     Discriminator(_kind_of_block),
-    text_part("text", "thinking", "tool_use", *LEFT_OUT),
+    part_of("text", "thinking", "tool_use", *LEFT_OUT),
 ]
 
 
@@ -132,7 +177,20 @@ def _texts(content: str | Iterable[object]) -> list[TextPart]:
     return [block for block in content if isinstance(block, TextPart)]
 
 
-def _user_message(parts: list[TextPart]) -> UserMessage:
+def _parts(content: str | Iterable[object]) -> list[TextPart | ImagePart]:
+    """Return the text and the images of a content as parts of a chat's message."""
+    if isinstance(content, str):
+        return [TextPart(type="text", text=content)]
+    parts = list[TextPart | ImagePart]()
+    for block in content:
+        if isinstance(block, Image):
+            parts.append(block.part)
+        elif isinstance(block, TextPart | ImagePart):
+            parts.append(block)
+    return parts
+
+
+def _user_message(parts: Sequence[TextPart | ImagePart]) -> UserMessage:
     return UserMessage.model_construct(role="user", content=parts)  # which are checked
 
 
@@ -144,11 +202,15 @@ class UserInput(Body):
     def chat_messages(self) -> Iterator[Message]:
         """The messages of a chat that this one stands for."""
         blocks = _texts(self.content) if isinstance(self.content, str) else self.content
-        for are_texts, same_kind in groupby(blocks, lambda block: isinstance(block, TextPart)):
-            if are_texts:
-                yield _user_message(_texts(same_kind))
-            else:
-                yield from (block.message for block in same_kind if isinstance(block, ToolResult))
+        for are_results, same_kind in groupby(blocks, lambda block: isinstance(block, ToolResult)):
+            if not are_results:
+                yield _user_message(_parts(same_kind))
+                continue
+            results = [block for block in same_kind if isinstance(block, ToolResult)]
+            yield from (result.message for result in results)
+            images = [image for result in results for image in result.images]
+            if images:
+                yield _user_message(images)
 
 
 class SystemInput(Body):
@@ -278,7 +340,7 @@ class CountRequest(ToolRequest):
     cuts_length: ClassVar[bool] = True
 
     messages: Some[InputMessage]
-    system: str | Many[Annotated[TextPart, text_part("text")]] | None = None
+    system: str | Many[Annotated[TextPart, part_of("text")]] | None = None
     tools: Few[Annotated[ClientTool, BeforeValidator(_client_tool)]] | None = None
     tool_choice: Choice | None = None
     thinking: ThinkingConfig | None = None
@@ -392,9 +454,9 @@ class CountRequest(ToolRequest):
 
 def _joined(messages: list[Message]) -> list[Message]:
     """Return messages of the same role as one; results of tools stay as they are."""
-    content = [part for message in messages for part in _texts(message.content or [])]
     if isinstance(messages[0], UserMessage):
-        return [_user_message(content)]
+        return [_user_message([part for each in messages for part in _parts(each.content or [])])]
+    content = [part for message in messages for part in _texts(message.content or [])]
     answers = [message for message in messages if isinstance(message, AssistantMessage)]
     if not answers:
         return messages

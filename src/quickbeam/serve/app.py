@@ -282,13 +282,15 @@ async def tokenize(runner: Runner, http: Request) -> Response:
 
     with named(request):
         check_model(runner, request.model)
+        images = False
         if isinstance(request, TokenizeText):
             tokens = len(request.prompt) // BYTES_A_TOKEN
         else:
             if tools:
                 tool_format(llm.tokenizer)  # raises if the chat template doesn't take tools
             tokens = estimate_conversation(request, tools)
-        return await runner.tokenise(encode, tokens, TENANT.get())
+            images = bool(request.images)
+        return await runner.tokenise(encode, tokens, TENANT.get(), images)
 
 
 async def count_tokens(runner: Runner, http: Request) -> Json:

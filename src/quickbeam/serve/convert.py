@@ -58,6 +58,7 @@ async def begin_conversation(
         lambda: [encode_conversation(llm, conversation, tools.tools)],
         estimate_conversation(conversation, tools.tools),
         tools,
+        images=bool(conversation.images),
     )
     return answers, tools
 
@@ -68,11 +69,13 @@ async def begin(
     encode: Callable[[], Iterable[list[int]]],
     tokens: int,
     tools: ToolUse = NO_TOOLS,
+    images: bool = False,
 ) -> Streams:
     """Have the engine begin with a request, and return its answers.
 
     The request waits in the queue, for prompts of about `tokens` tokens; then `encode` returns
-    their ids, in a thread. Raises `InvalidInput`, `Busy` and `Unavailable`.
+    their ids, in a thread. `images`: whether there are any in the prompts. Raises `InvalidInput`,
+    `Busy` and `Unavailable`.
     """
     with named(request):
         check_model(runner, request.model)
@@ -87,7 +90,7 @@ async def begin(
         with runner.gate.enter(tokens, request.prompt_count * params.n, TENANT.get()) as ticket:
             with runner.in_time(ticket):
                 prompts, lengths = await runner.tokenise(
-                    lambda: _encode_prompts(llm, request, encode), tokens, ticket.tenant
+                    lambda: _encode_prompts(llm, request, encode), tokens, ticket.tenant, images
                 )
             if params.grammar is not None:
                 await _compile(runner, params.grammar, tools, ticket)

@@ -16,10 +16,13 @@ def name_of(model: str) -> str:
 
 
 def fingerprint_of(llm: LLM) -> str:
-    """Return a hash of version, model files, number format, kind of device and kernels.
+    """Return a hash of version, model files, number format, kind of device and kernels, and of how
+    many pixels of an image are read.
 
     Two servers with the same one answer alike, bit for bit if the machine allows it.
     """
     model = llm.model
-    parts = (__version__, digest_of(llm.folder), str(model.dtype), model.device.type, llm.kernels)
+    parts = [__version__, digest_of(llm.folder), str(model.dtype), model.device.type, llm.kernels]
+    if llm.images is not None:
+        parts.append(str(llm.images.max_pixels))
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

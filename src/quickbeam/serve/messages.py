@@ -5,9 +5,19 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 from typing_extensions import Self
 
+from quickbeam.errors import InvalidInput
+from quickbeam.models.vision.image import check_data_url
 from quickbeam.serve.schemas import (
     Body,
     Few,
@@ -18,8 +28,8 @@ from quickbeam.serve.schemas import (
     Object,
     Root,
     Some,
+    part_of,
     refuse,
-    text_part,
 )
 from quickbeam.serve.tool_fields import INPUT, AnyTool, OpenAIToolRequest
 
@@ -29,6 +39,26 @@ class TextPart(LenientBody):
     text: str
 
 
+def _data_url(url: str) -> str:
+    try:
+        check_data_url(url)
+    except InvalidInput as error:
+        raise refuse(str(error)) from error
+    return url
+
+
+class ImageURL(Body):
+    url: Annotated[str, AfterValidator(_data_url)]
+    detail: str | None = None
+
+
+class ImagePart(LenientBody):
+    """An image, as a `data:` URL: this server follows no other."""
+
+    type: Literal["image_url"]
+    image_url: ImageURL
+
+
 def _refusal_as_text(part: Any) -> Any:
     match part:
         case {"type": "refusal", "refusal": text}:
@@ -36,8 +66,13 @@ def _refusal_as_text(part: Any) -> Any:
     return part
 
 
-Part = Annotated[TextPart, text_part("text"), BeforeValidator(_refusal_as_text)]
+Part = Annotated[TextPart, part_of("text"), BeforeValidator(_refusal_as_text)]
 Content = str | Some[Part]
+UserPart = Annotated[
+    Annotated[TextPart | ImagePart, Field(discriminator="type")],
+    part_of("text", "image_url"),
+    BeforeValidator(_refusal_as_text),
+]
 # of an earlier answer, whatever it was: an empty list is an empty text
 PastContent = str | Many[Part]
 
@@ -46,7 +81,15 @@ def text_of(content: str | list[Any] | None) -> str:
     """Return the text of a content, with each of its parts on a line of its own."""
     if isinstance(content, str):
         return content
-    return "\n".join(part.text for part in content or [])
+    return "\n".join(part.text for part in content or [] if isinstance(part, TextPart))
+
+
+def images_of(message: Message) -> list[ImagePart]:
+    """Return the images in a message."""
+    content = message.content
+    if not isinstance(content, list):
+        return []
+    return [part for part in content if isinstance(part, ImagePart)]
 
 
 def _as_text(arguments: Any) -> Any:
@@ -76,8 +119,14 @@ class ToolCall(LenientBody):
 
 class UserMessage(Body):
     role: Literal["user", "system", "developer"]
-    content: Content
+    content: str | Some[UserPart]
     name: str | None = None
+
+    @model_validator(mode="after")
+    def _has_images_as_user(self) -> Self:
+        if self.role != "user" and images_of(self):
+            raise refuse("images are read in the user's messages alone", "messages")
+        return self
 
 
 class AssistantMessage(LenientBody):
@@ -140,6 +189,11 @@ class Conversation(Body):
     reasoning_effort: str | None = None
     chat_template_kwargs: Object | None = None
 
+    @property
+    def images(self) -> list[ImagePart]:
+        """The images in all messages."""
+        return [part for message in self.messages for part in images_of(message)]
+
     @model_validator(mode="after")
     def _has_one_ending(self) -> Self:
         if self.add_generation_prompt is bool(self.continue_final_message):
@@ -180,6 +234,8 @@ class ChatRequest(OpenAIToolRequest, Conversation, GenerationRequest):
         self.check_tools()
         self.ignore_unless("verbosity", self.verbosity, "medium")
         self.ignore_unless("web_search_options", self.web_search_options)
+        for image in self.images:
+            self.ignore_unless("image_url.detail", image.image_url.detail, "auto")
         return self
 
     @property

@@ -10,9 +10,10 @@ from typing import Any
 from pydantic_core import from_json
 
 from quickbeam.llm import LLM
+from quickbeam.models.vision.base import MAX_ROWS
 from quickbeam.serve.admission import BYTES_A_TOKEN
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import Conversation, Message, ToolMessage, text_of
+from quickbeam.serve.messages import Conversation, Message, ToolMessage, images_of, text_of
 from quickbeam.serve.tool_fields import Tool
 
 # What stands before a prefix, between it and a suffix, and behind that, in the models that fill in.
@@ -39,7 +40,7 @@ def estimate_conversation(conversation: Conversation, tools: Sequence[Tool]) -> 
         characters += len(text_of(message.content))
         for call in getattr(message, "tool_calls", None) or ():
             characters += len(call.function.arguments)
-    return characters // BYTES_A_TOKEN + 1
+    return characters // BYTES_A_TOKEN + 1 + MAX_ROWS * len(conversation.images)
 
 
 def encode_text(llm: LLM, prompt: str | list[int], suffix: str | None) -> list[int]:
@@ -100,12 +101,15 @@ def _effort_variables(template: str, effort: str | None) -> dict[str, Any]:
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages as chat templates take them: contents as text, arguments as objects.
 
-    `developer` becomes `system`, and a tool's answer gets the tool's name.
+    A content with images is a list of parts. `developer` becomes `system`, and a tool's answer gets
+    the tool's name.
     """
     shown = list[dict[str, Any]]()
     names = dict[str, str]()  # of the called tools, by the calls' ids
     for message in messages:
-        fields = {**message.model_dump(exclude_none=True), "content": text_of(message.content)}
+        fields = message.model_dump(exclude_none=True)
+        if not images_of(message):
+            fields["content"] = text_of(message.content)
         if message.role == "developer":
             fields["role"] = "system"
         calls = fields.get("tool_calls", ())

@@ -27,8 +27,8 @@ LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 
 
-def _content(value: Any) -> Any:
-    """Return an item's content in the form of a message's. Of its parts, the text is taken."""
+def _content(value: Any, images: bool = False) -> Any:
+    """Return an item's content in the form of a message's. `images`: whether it may hold some."""
     if not isinstance(value, list):
         return value
     parts = list[Any]()
@@ -38,6 +38,9 @@ def _content(value: Any) -> Any:
                 parts.append({"type": "text", "text": text})
             case {"type": "input_text"}:
                 parts.append({**part, "type": "text"})
+            case {"type": "input_image", "image_url": url} if images:
+                image = {"url": url, "detail": part.get("detail")}
+                parts.append({"type": "image_url", "image_url": image})
             case _:
                 parts.append(part)
     return parts
@@ -54,7 +57,7 @@ def _message(item: Any) -> Any:
         case None | "message":
             message = {name: item[name] for name in item if name not in ("id", "status", "type")}
             if "content" in message:
-                message["content"] = _content(message["content"])
+                message["content"] = _content(message["content"], images=True)
             return message
         case "function_call" | "custom_tool_call":
             return {"role": "assistant", "tool_calls": [_call(item)]}
@@ -203,6 +206,8 @@ class ResponsesRequest(OpenAIToolRequest):
             self.ignore_unless("reasoning.generate_summary", generated, "auto")
             self.ignore_unless("reasoning.context", self.reasoning.context, "auto")
             self.ignore_unless("reasoning.mode", self.reasoning.mode, "standard")
+        for image in self.conversation.images:
+            self.ignore_unless("input_image.detail", image.image_url.detail, "auto")
         for number, name in enumerate(self.include or []):
             self.ignore_unless(f"include[{number}] ({name[:64]})", name, *INCLUDED)
         for number, item in enumerate(self.input):

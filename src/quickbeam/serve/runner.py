@@ -127,12 +127,15 @@ class Runner:
         with self.in_time(ticket):
             await self._compiling.run(ticket.tenant, lambda: llm.compile_grammar(grammar))
 
-    async def tokenise(self, work: Callable[[], T], tokens: int, tenant: Hashable) -> T:
+    async def tokenise(
+        self, work: Callable[[], T], tokens: int, tenant: Hashable, images: bool = False
+    ) -> T:
         """Return what `work` returns in a thread. It makes about `tokens` tokens of text.
 
-        Longer texts than the context take seconds: tenants take turns to have them tokenised.
+        Longer texts than the context take seconds, and so may `images`: tenants take turns to have
+        them read.
         """
-        if tokens <= self.llm.room(0):
+        if not images and tokens <= self.llm.room(0):
             return await asyncio.to_thread(work)
         return await self._tokenising.run(tenant, work)
 

@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from quickbeam.engine.budget import MAX_NODES_SLOW
-from quickbeam.errors import TEXT_ALONE
+from quickbeam.errors import NOT_READ
 from quickbeam.grammar.spec import Grammar
 
 # names as in OpenAI's API; they need no escaping in a grammar
@@ -49,15 +49,15 @@ def refuse(what: str, param: str | None = None) -> PydanticCustomError:
     return PydanticCustomError("unsupported", "{what}", {"what": what, "param": param})
 
 
-def text_part(*kinds: str) -> BeforeValidator:
-    """Accept content parts of these kinds, which hold text. Refuse others, and say why."""
+def part_of(*kinds: str) -> BeforeValidator:
+    """Accept content parts of these kinds. Refuse others, and say why."""
 
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind not in kinds:
             accepted = " or ".join(repr(each) for each in kinds)
             raise refuse(
-                f"content part of type {kind!r}: give parts of type {accepted}, as {TEXT_ALONE}"
+                f"content part of type {kind!r}: give parts of type {accepted} here; {NOT_READ}"
             )
         return value
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quickbeam.errors import QuickbeamError
+from quickbeam.models.vision.positions import ImagePositions
 
 
 class OutOfPages(QuickbeamError):
@@ -255,7 +256,12 @@ class SequenceCache(ABC):
     Each token has a *slot*. Committed tokens have the slots 0 to `length - 1`, which are their
     positions. The nodes of the draft tree in flight have the slots after these. Nodes are forgotten
     unless `commit` keeps a path of them.
+
+    `positions`: the rotary positions of tokens, where images have three numbers each; None where a
+    token's is its index.
     """
+
+    positions: ImagePositions | None = None
 
     def __init__(self, pool: Pool) -> None:
         self.pool, self.page = pool, pool.page

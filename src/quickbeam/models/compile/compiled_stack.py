@@ -281,7 +281,8 @@ class CompiledStack:
         """
         hidden_input = self.stack.hidden_input
         if hidden_input is None:
-            c.program.embed(self._embedded, c.x, scale=self.stack.scale)
+            given = c.program.external("embedded", 1)
+            c.program.embed(self._embedded, c.x, scale=self.stack.scale, given=given)
             return None
         token: Buffer | None = None
         if hidden_input.reads_tokens:
@@ -305,11 +306,13 @@ class CompiledStack:
 
     # --- passes ---
 
-    def _results(self, rows: RowList) -> dict[str, torch.Tensor]:
-        """Return empty tensors for the results of a pass, by the names of its buffers."""
+    def _tensors(self, rows: RowList) -> dict[str, torch.Tensor]:
+        """Return the external buffers of a pass, by name; those of its results are empty."""
         wanted, columns = len(rows.wanted), len(self.aux_layers) * self._width
         dtype = torch.float32 if self._float32 else torch.bfloat16
         results = {"hidden": torch.empty(len(rows), columns, dtype=dtype)}
+        if self.stack.hidden_input is None:
+            results["embedded"] = rows.embedded_addresses
         if self._head is not None:
             results["logits"] = torch.empty(wanted, self.vocab)
             results["best"] = torch.empty(wanted, dtype=torch.int64)
@@ -321,10 +324,10 @@ class CompiledStack:
         `states`: what a drafter's rows read besides tokens, `[rows, width]` float32. Sets `hidden`
         and `best`.
         """
-        tensors = self._results(rows)
+        tensors = self._tensors(rows)
         if states is not None:
             tensors["states"] = states
-        angles = self._angles.up_to(max(rows.positions))
+        angles = self._angles.of(rows)
         if self.disk is None:
             self._program.run(rows, tensors, angles)
             self.best = tensors["best"].tolist() if "best" in tensors else None

@@ -94,7 +94,8 @@ def list_rows(batch: Batch) -> RowList:
         elif isinstance(part, Block):
             part.cache.add_block(rows, part.rows)
         else:
-            part.cache.add_chain(rows, part.tokens, range(part.rows - part.wanted, part.rows))
+            wanted = range(part.rows - part.wanted, part.rows)
+            part.cache.add_chain(rows, part.tokens, wanted, part.images)
     return rows
 
 

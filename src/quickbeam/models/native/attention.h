@@ -29,7 +29,7 @@ struct Batch {
   const Span* span;
   const int64_t* token;      // [rows]
   const int64_t* position;   // [rows], of the rotary angles
-  const int64_t* order;      // [rows], where a row's own key lives
+  const int64_t* order;      // [rows], where a row's own key lives; of a row that has none, the last that it sees
   const int64_t* prefix;     // [rows]
   const int64_t* path_from;  // [rows + 1], into `path`
   const int64_t* path;
@@ -159,7 +159,11 @@ class Attention {
   int64_t prefix_of(const QueryTile& t, int64_t row) const { return batch_.prefix[shape_.bidirectional ? t.span->row + t.span->rows - 1 : row]; }
   int64_t path_length(int64_t row) const { return batch_.path_from[row + 1] - batch_.path_from[row]; }
   int64_t seen(const QueryTile& t, int64_t row) const { return prefix_of(t, row) + path_length(row); }
-  int64_t first_seen(int64_t row) const { return shape_.window ? std::max<int64_t>(0, batch_.prefix[row] + path_length(row) - shape_.window) : 0; }
+  // A window ends with the row itself, also where the row sees later ones of an image.
+  int64_t first_seen(int64_t row) const {
+    const int64_t path = path_length(row), end = path ? batch_.prefix[row] + path : batch_.order[row] + 1;
+    return shape_.window ? std::max<int64_t>(0, end - shape_.window) : 0;
+  }
   int64_t order_at(const QueryTile& t, int64_t row, int64_t position) const {
     const int64_t prefix = prefix_of(t, row);
     return position < prefix ? position : batch_.path[batch_.path_from[row] + position - prefix];

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
+import torch
+
 from quickbeam.models.native import library
 
 BLOCK = 16  # outputs in a block of a packed weight
@@ -39,12 +41,16 @@ class KVShape(NamedTuple):
 class RowList:
     """The rows of one call: tokens of several sequences side by side.
 
-    `wanted`: the rows for which the head is computed.
+    `wanted`: the rows for which the head is computed. `embedded`: rows `[n, d]` float32 in place of
+    the embeddings of n tokens, by the first one's row. `axes`: by row, the positions of rows that
+    have three.
     """
 
     def __init__(self) -> None:
         self.tokens, self.positions = list[int](), list[int]()
         self.wanted = list[int]()
+        self.embedded = dict[int, torch.Tensor]()
+        self.axes = dict[int, tuple[int, int, int]]()
         self._slots, self._prefix = list[int](), list[int]()
         self._paths = list[int]()  # of all rows, one after the other
         self._path_ends = [0]  # where the path of each row ends in `_paths`
@@ -82,6 +88,18 @@ class RowList:
             self._path_ends.append(len(self._paths))
         self._spans.append(library.Span(first, len(tokens), table, nodes))
         self.wanted += [first + row for row in wanted]
+
+    @functools.cached_property
+    def embedded_addresses(self) -> torch.Tensor:
+        """The address of each row in `embedded`, `[rows]` int64, 0 for none; empty if none has."""
+        if not self.embedded:
+            return torch.empty(0, dtype=torch.int64)
+        addresses = torch.zeros(len(self), dtype=torch.int64)
+        for first, rows in self.embedded.items():
+            row_bytes = rows.stride(0) * rows.itemsize
+            offsets = torch.arange(len(rows)) * row_bytes
+            addresses[first : first + len(rows)] = rows.data_ptr() + offsets
+        return addresses
 
     @functools.cached_property
     def batch(self) -> library.Batch:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from quickbeam.models.base import ImageRows
 from quickbeam.models.cache.kv import Page, Pool, SequenceCache, SequenceStates
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
@@ -97,25 +98,47 @@ class PagedStore(SequenceCache):
         )
 
     def add_chain(
-        self, rows: RowList, tokens: Sequence[int], wanted: Sequence[int] | range
+        self,
+        rows: RowList,
+        tokens: Sequence[int],
+        wanted: Sequence[int] | range,
+        images: Sequence[ImageRows] = (),
     ) -> None:
         """Add rows of tokens that follow the committed ones; each sees all before it, and itself.
 
-        `wanted`: which of these rows the head computes logits of. Raises `OutOfPages`.
+        `wanted`: which of these rows the head computes logits of. `images`: in place of some
+        tokens' embeddings; rows of those that are `whole` see all of theirs. Raises `OutOfPages`.
         """
         start, n = self.length, len(tokens)
         self.reserve(start + n)
-        positions = range(start, start + n)
+        seen: list[int] | range = range(start + 1, start + n + 1)
+        for image in images:
+            rows.embedded[len(rows) + image.first] = image.rows.float()
+            if image.whole:
+                seen = [*seen]
+                seen[image.first : image.end] = [start + image.end] * len(image.rows)
+        slots = range(start, start + n)
         rows.add(
             self.table,
             tokens,
-            positions,
-            positions,
-            range(start + 1, start + n + 1),
+            self._rotary(rows, slots),
+            slots,
+            seen,
             [()] * n,
             wanted,
             0 if self._states is None else self._states.chain(start, n),
         )
+
+    def _rotary(self, rows: RowList, indices: Sequence[int] | range) -> Sequence[int] | range:
+        """Return the rotary positions of the next rows, by their indices in the text."""
+        if self.positions is None:
+            return indices
+        positions = list[int]()
+        for row, axes in enumerate(self.positions.at(indices), len(rows)):
+            positions.append(axes[0])
+            if axes != (axes[0],) * 3:
+                rows.axes[row] = axes
+        return positions
 
     def add_block(self, rows: RowList, count: int) -> None:
         """Add `count` rows behind the committed tokens that may see one another.
@@ -124,9 +147,10 @@ class PagedStore(SequenceCache):
         """
         start = self.length
         self.reserve(start + count)
-        positions = range(start, start + count)
+        slots = range(start, start + count)
+        positions = self._rotary(rows, slots)
         seen = range(start + 1, start + count + 1)
-        rows.add(self.table, [0] * count, positions, positions, seen, [()] * count, ())
+        rows.add(self.table, [0] * count, positions, slots, seen, [()] * count, ())
 
     def add_tree(self, rows: RowList, tree: TokenTree, base: int = 0) -> None:
         """Add rows of a draft tree's nodes from `base` on, all with logits.
@@ -138,7 +162,7 @@ class PagedStore(SequenceCache):
         paths: list[list[int]] = []
         for node, parent in enumerate(tree.parent):
             paths.append([*paths[parent], start + node] if parent >= 0 else [start + node])
-        positions = [start + depth for depth in tree.depth[base:]]
+        positions = self._rotary(rows, [start + depth for depth in tree.depth[base:]])
         count = n - base
         rows.add(
             self.table,

@@ -156,13 +156,19 @@ class Worker {
   }
 
   // target [rows] = weight[token] * scaling; with ADD, target += weight[position]. The weight is of bfloat16, float32, or a file's blocks.
+  // The source, if any: the addresses [rows] of float32 rows that a float32 target gets in place of the tokens'; 0 for none.
   void embed(const Op& op) {
     const bool learned = op.epilogue == ADD;
+    const int64_t* given = op.source < 0 ? nullptr : at<int64_t>(op.source);
     const FileBlock block = file_block(op.format);
     std::vector<float> x(size_t(op.inputs));
     std::vector<uint8_t> room;
     for (int64_t r = low(batch_.rows); r < high(batch_.rows); ++r) {
       const int64_t row = (learned ? batch_.position : batch_.token)[r], to = r * op.target_stride + op.target_offset;
+      if (given && given[r]) {
+        std::memcpy(at<float>(op.target) + to, reinterpret_cast<const float*>(given[r]), size_t(op.inputs) * 4);
+        continue;
+      }
       if (!op.target_float && op.format == BFLOAT16) {
         std::memcpy(at<bf16>(op.target) + to, static_cast<const bf16*>(op.weight) + row * op.inputs, size_t(op.inputs) * 2);
         continue;

@@ -130,16 +130,25 @@ class Program:
 
     # --- operations ---
 
-    def embed(self, weight: Weight, target: Buffer, scale: float = 1.0, add: bool = False) -> None:
+    def embed(
+        self,
+        weight: Weight,
+        target: Buffer,
+        scale: float = 1.0,
+        add: bool = False,
+        given: Buffer | None = None,
+    ) -> None:
         """Write the tokens' rows of `weight` (`[vocab, d]` bfloat16 or blocks) to the target.
 
         A float32 target gets them times `scale`; a bfloat16 one gets them as they are. `weight` may
-        be float32 where the target is. `add`: add those of the tokens' positions.
+        be float32 where the target is. `add`: add those of the tokens' positions. `given`: int64,
+        the addresses of float32 rows that a float32 target gets in place of the tokens' rows, 0 for
+        none; a call without any brings an empty tensor.
         """
         in_blocks = isinstance(weight, BlockRows)
         self._append(
             library.EMBED,
-            None,
+            given,
             target,
             weight=weight.data,
             format=library.FORMATS[weight.name].number if isinstance(weight, BlockRows) else None,

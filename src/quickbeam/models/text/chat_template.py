@@ -18,7 +18,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from quickbeam.errors import TEXT_ALONE, InvalidInput
+from quickbeam.errors import NOT_READ, InvalidInput
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
 ASKING = ("system", "developer", "user")  # roles whose messages say something in any template
@@ -222,11 +222,12 @@ def _is_text(text: Any) -> bool:
     return isinstance(text, str) and SURROGATE.search(text) is None
 
 
-def for_template(template: str, conversation: Sequence[Any]) -> list[Any]:
+def for_template(template: str, conversation: Sequence[Any], mark: str = "") -> list[Any]:
     """Return messages with their content as the template takes it: as a text, or as parts.
 
-    Templates of models that read images as well may take parts alone, and leave texts out. Raises
-    `InvalidInput` for a part that is no text.
+    Templates of models that read images as well may take parts alone, and leave texts out. `mark`:
+    the text that stands for an image where images are read. Raises `InvalidInput` for a part that
+    is neither a text nor such an image.
     """
     messages = []
     for number, message in enumerate(conversation):
@@ -235,20 +236,28 @@ def for_template(template: str, conversation: Sequence[Any]) -> list[Any]:
             if _takes(template, parts=True) and not _takes(template, parts=False):
                 message = {**message, "content": [{"type": "text", "text": content}]}
         elif isinstance(content, list | tuple):
-            texts = [_text_of(part, number) for part in content]
+            texts = [_text_of(part, number, mark) for part in content]
             if _takes(template, parts=False) and not _takes(template, parts=True):
                 message = {**message, "content": "\n".join(texts)}
         messages.append(message)
     return messages
 
 
-def _text_of(part: Any, number: int) -> Any:
-    """Return the text of a part of message `number`. Raises `InvalidInput` for images and such."""
+def _text_of(part: Any, number: int, mark: str) -> Any:
+    """Return the text of a part of message `number`: `mark`, if there is one, for an image.
+
+    Raises `InvalidInput` for other parts.
+    """
     if not isinstance(part, Mapping):
         return part
     kind = part.get("type", "text")
+    if kind == "image" and mark:
+        return mark
     if kind != "text":
-        raise InvalidInput(f"message {number} has a part of type {kind!r}: {TEXT_ALONE}")
+        raise InvalidInput(
+            f"message {number} has a part of type {kind!r}, which is not read for this model: "
+            f"{NOT_READ}"
+        )
     return part.get("text", "")
 
 

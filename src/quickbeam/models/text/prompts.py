@@ -9,6 +9,8 @@ from typing import Any
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.text.chat_template import as_messages, for_template
+from quickbeam.models.vision.image import IMAGE_PARTS, PromptImage, image_of
+from quickbeam.models.vision.reader import ImageReader
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -39,13 +41,19 @@ def chat_ids(
     *,
     tools: Sequence[Any] | None = None,
     continue_final_message: bool = False,
+    images: ImageReader | None = None,
+    most: int = 0,
     **arguments: Any,
 ) -> list[int]:
     """Return the token ids of a conversation, as `LLM.encode_chat` explains.
 
-    `model`: the model's name for errors.
+    `model`: the model's name for errors. `images`: reads images; None where the model reads none.
+    `most`: how many ids a prompt with images may have.
     """
     messages = as_messages(messages)
+    prompt_images = list[PromptImage]()
+    if images is not None:
+        messages, prompt_images = take_images(messages)
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInput(
             f"{model} has no chat template: give it raw text (--raw on the "
@@ -53,12 +61,13 @@ def chat_ids(
         )
     try:
         template = tokenizer.get_chat_template(arguments.get("chat_template"), tools=tools)
-        ids = tokenizer.apply_chat_template(
-            for_template(template, messages),
+        mark = images.placeholder if images is not None and prompt_images else ""
+        prompt = tokenizer.apply_chat_template(
+            for_template(template, messages, mark),
             tools=None if tools is None else list(tools),
             add_generation_prompt=not continue_final_message,
             continue_final_message=continue_final_message,
-            tokenize=True,
+            tokenize=not mark,
             return_dict=False,
             **arguments,
         )
@@ -66,7 +75,30 @@ def chat_ids(
         raise
     except Exception as error:  # a template may raise anything, often a jinja2 error
         raise InvalidInput(f"the model's chat template refuses these messages: {error}") from error
-    return [int(token) for token in ids]
+    if images is not None and prompt_images:
+        return images.read(prompt, prompt_images, most)
+    return [int(token) for token in prompt]
+
+
+def take_images(messages: Sequence[Any]) -> tuple[list[Any], list[PromptImage]]:
+    """Return messages whose images are parts `{"type": "image"}` alone, and the images in order.
+
+    Raises `InvalidInput` for an image that can't be read.
+    """
+    images = list[PromptImage]()
+    taken = list[Any]()
+    for number, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list | tuple):
+            parts = list[Any]()
+            for part in content:
+                if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS:
+                    images.append(image_of(part, number))
+                    part = {"type": "image"}
+                parts.append(part)
+            message = {**message, "content": parts}
+        taken.append(message)
+    return taken, images
 
 
 def is_list(value: Any) -> bool:

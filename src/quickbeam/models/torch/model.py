@@ -14,9 +14,12 @@ from quickbeam.models.base import (
     CHUNK,
     STREAMED_CHUNK,
     Batch,
+    Chain,
+    ImageRows,
     Model,
     Passed,
     check_layers,
+    images_between,
     inference,
     split,
 )
@@ -153,6 +156,7 @@ class TorchModel(Model):
         if self._padding is not None and self._padding.rows:
             passes = [*passes_of(parts, max(self._padding.rows))]
         draws = list_draws(batch) if self._draws_tokens else None
+        images = list_images(batch)
         results = list[PassResults]()
         first = 0  # the first row of a pass
         for parts_of_pass in passes:
@@ -161,7 +165,10 @@ class TorchModel(Model):
             wanted = [batch.wanted[i] - first for i in indices]
             draws_of_pass = None if draws is None else draws[indices]
             tokens = batch.tokens[first:end]
-            results.append(self._run_pass(parts_of_pass, tokens, wanted, draws_of_pass))
+            images_of_pass = images_between(images, first, end)
+            results.append(
+                self._run_pass(parts_of_pass, tokens, wanted, draws_of_pass, images_of_pass)
+            )
             first = end
 
         logits = concatenated([result.logits for result in results])
@@ -187,10 +194,11 @@ class TorchModel(Model):
         tokens: Sequence[int],
         wanted: Sequence[int],
         draws: np.ndarray | None,
+        images: Sequence[ImageRows],
     ) -> PassResults:
         """Run a pass, and return its results without those of padding."""
         listed = list_pass(parts, self._pool, tokens, wanted, self._padding, draws)
-        results = self._results(listed)
+        results = self._results(listed, images)
         return PassResults(
             logits=results.logits[: len(wanted)],
             tokens=results.tokens[: len(wanted)],
@@ -199,15 +207,15 @@ class TorchModel(Model):
             likeliest=results.likeliest[: len(wanted)],
         )
 
-    def _results(self, listed: ListedRows) -> PassResults:
-        """Run a pass: as a graph, where the model has graphs."""
-        if self._graphs is None:
-            return self._run(listed.to(self.device))
+    def _results(self, listed: ListedRows, images: Sequence[ImageRows] = ()) -> PassResults:
+        """Run a pass: as a graph, where the model has graphs. No graph reads images."""
+        if self._graphs is None or images:
+            return self._run(listed.to(self.device), images)
         return PassResults(*self._graphs.run(listed, self._pool.generation))
 
-    def _run(self, rows: PassRows) -> PassResults:
+    def _run(self, rows: PassRows, images: Sequence[ImageRows] = ()) -> PassResults:
         """Compute a pass. Nothing here reads values back from the device."""
-        x, streams = self._network(rows, self._pool, self._watched)
+        x, streams = self._network(rows, self._pool, self._watched, images)
         logits = self._network.logits(x[rows.wanted])
         streams = streams or [x.new_empty(0)]
         hidden = torch.cat(streams, -1).to(self.dtype)
@@ -250,6 +258,17 @@ class TorchModel(Model):
         if not self.exact or self._padding is None:
             return f"{kernels}, a row's bits depend on the pass"
         return f"{kernels}, the same bits in passes of {in_words(self._padding.rows)} rows"
+
+
+def list_images(batch: Batch) -> list[ImageRows]:
+    """Return the rows of images in a batch; their indices are those of the batch's rows."""
+    images = list[ImageRows]()
+    first = 0  # the first row of a part
+    for part in batch.parts:
+        if isinstance(part, Chain):
+            images += [image._replace(first=first + image.first) for image in part.images]
+        first += part.rows
+    return images
 
 
 def in_words(numbers: Sequence[int]) -> str:

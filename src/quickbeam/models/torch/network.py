@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quickbeam.models.base import ImageRows
 from quickbeam.models.rotary import angles_of
 from quickbeam.models.stack import (
     BlockConv,
@@ -371,14 +372,18 @@ class Network(LayerStack):
         return sum(product.weight.nbytes for product in products)
 
     def forward(
-        self, rows: PassRows, pool: RowPool, watched: Sequence[int] = ()
+        self,
+        rows: PassRows,
+        pool: RowPool,
+        watched: Sequence[int] = (),
+        images: Sequence[ImageRows] = (),
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the residual stream after all layers, `[n, d]`, and after those of `watched`.
 
         An i in `watched` means after i layers. One more than the number of layers means after the
-        final norm.
+        final norm. `images`: in place of some rows' embeddings.
         """
-        x = self._embed(rows.tokens, rows.positions)
+        x = self._embed(rows.tokens, rows.positions, images)
         own = None if self.per_layer is None else self.per_layer(rows.tokens, x)
         inputs = PassInputs(rows, pool, self.angles_at(rows.positions), attention_on(pool.device))
         streams = self.streams(x, inputs, own)
@@ -392,9 +397,13 @@ class Network(LayerStack):
         logits = self.head(self.norm(x)) * self.stack.head_scale
         return soft_cap(logits, self.stack.softcap)
 
-    def _embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        embedded = F.embedding(tokens, self.embedding.weight).float()
-        x: torch.Tensor = self.embedding_norm(embedded * self.stack.scale)
+    def _embed(
+        self, tokens: torch.Tensor, positions: torch.Tensor, images: Sequence[ImageRows]
+    ) -> torch.Tensor:
+        embedded = F.embedding(tokens, self.embedding.weight).float() * self.stack.scale
+        for image in images:
+            embedded[image.first : image.end] = image.rows.to(embedded)
+        x: torch.Tensor = self.embedding_norm(embedded)
         if self.positions is None:
             return x
         indices = positions + self.stack.first_position

@@ -1,0 +1,1 @@
+"""Images in prompts: from files and `data:` URLs to rows in place of tokens' embeddings."""

@@ -1,0 +1,95 @@
+"""LFM2-VL: a small image is read in its own shape, a large one in tiles and in a small version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, floor, sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from quickbeam.models.vision.base import BILINEAR, HALF, CutImage, ImageFamily, closest_grid, cut_up
+
+BEGIN, END, SMALL = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"
+
+
+class Lfm2VL(ImageFamily):
+    resample = BILINEAR
+    mean = std = HALF
+
+    def cut(self, image: Any) -> CutImage:
+        side = self._patch * int(self.setting("downsample_factor", 2))  # pixels of a row's square
+        tile = int(self.setting("tile_size", 512))
+        rows_of_tile = (tile // side) ** 2
+        max_rows = self.max_rows(side * side)
+        most_of_whole = min(int(self.setting("max_image_tokens", 256)), max(1, max_rows))
+        least_of_whole = min(int(self.setting("min_image_tokens", 64)), most_of_whole)
+        width, height = _size_of_whole(image.size, side, least_of_whole, most_of_whole)
+        whole = self.normalised(self.resized(image, width, height))
+        rows_of_whole = (width // side) * (height // side)
+
+        shows_whole = bool(self.setting("use_thumbnail", True))
+        least = int(self.setting("min_tiles", 2))
+        left = max_rows - rows_of_whole * shows_whole
+        most = min(int(self.setting("max_tiles", 10)), left // rows_of_tile)
+        splits = self.setting("do_image_splitting", True) and least <= most
+        if not splits or not self._is_large(image.size, side):
+            return CutImage([whole], f"{BEGIN}{self.mark * rows_of_whole}{END}")
+
+        grid = closest_grid(image, tile * tile, least, most)
+        resized = self.resized(image, grid.columns * tile, grid.rows * tile)
+        tiles = [self.normalised(one) for one in cut_up(resized, grid)]
+        text = BEGIN
+        for number in range(grid.tiles):
+            row, column = divmod(number, grid.columns)
+            text += f"<|img_row_{row + 1}_col_{column + 1}|>{self.mark * rows_of_tile}"
+        if shows_whole:
+            tiles.append(whole)
+            text += f"{SMALL}{self.mark * rows_of_whole}"
+        return CutImage(tiles, text + END)
+
+    def features(self, tower: Any, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
+        patches = [self._patches(tile) for tile in tiles]
+        most = max(map(len, patches))
+        masks = [torch.arange(most, device=one.device) < len(one) for one in patches]
+        shapes = [[tile.shape[1] // self._patch, tile.shape[2] // self._patch] for tile in tiles]
+        pooled = tower.get_image_features(
+            pixel_values=torch.stack([F.pad(one, (0, 0, 0, most - len(one))) for one in patches]),
+            spatial_shapes=torch.tensor(shapes, device=patches[0].device),
+            pixel_attention_mask=torch.stack(masks).int(),
+        ).pooler_output
+        return torch.cat([*pooled])
+
+    @property
+    def _patch(self) -> int:
+        return int(self.setting("encoder_patch_size", 16))
+
+    def _is_large(self, size: tuple[int, int], side: int) -> bool:
+        """Whether an image is read in tiles, where the model reads as many rows as it likes."""
+        width, height = (max(self._patch, round(length / side) * side) for length in size)
+        most = self.setting("max_image_tokens", 256) * self.setting("max_pixels_tolerance", 2.0)
+        return bool(width * height > most * side * side)
+
+    def _patches(self, tile: torch.Tensor) -> torch.Tensor:
+        """Return a tile's patches, `[patches, pixels * 3]`, row by row."""
+        channels, height, width = tile.shape
+        side = self._patch
+        patches = tile.view(channels, height // side, side, width // side, side)
+        return patches.permute(1, 3, 2, 4, 0).reshape(-1, side * side * channels)
+
+
+def _size_of_whole(size: tuple[int, int], side: int, least: int, most: int) -> tuple[int, int]:
+    """Return the width and height, multiples of `side`, in which an image is read whole.
+
+    It then has about `least` to `most` squares of `side` pixels.
+    """
+    width, height = (max(side, round(length / side) * side) for length in size)
+    pixels = size[0] * size[1]
+    if width * height > most * side * side:
+        shrink = sqrt(pixels / (most * side * side))
+        width, height = (max(side, floor(length / shrink / side) * side) for length in size)
+    elif width * height < least * side * side:
+        stretch = sqrt(least * side * side / pixels)
+        width, height = (ceil(length * stretch / side) * side for length in size)
+    return width, height
