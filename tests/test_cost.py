@@ -266,7 +266,16 @@ def test_a_drafter_whose_cost_is_not_known_is_asked_at_once():
         if tried[-1]:
             budget.cost.observe_call("drafter", 1, 0.1)
         budget.observe(1, 1.0, 0.0, asked=tried[-1])
-    assert tried == [True, True] + [False] * 32 + [True] + [False] * 5
+    known = 1 + CostModel.FIRST_CALLS  # the first one does not count
+    assert tried == [True] * known + [False] * 32 + [True] + [False] * (7 - known)
+
+
+def test_one_slow_call_among_the_first_does_not_decide():
+    cost = CostModel({1: 1.0})
+    for seconds in (9.0, 8.0, 0.3, 0.25):  # packing, a busy moment, then as always
+        assert not cost.knows_call("drafter")
+        cost.observe_call("drafter", 1, seconds)
+    assert cost.knows_call("drafter") and cost.of_call("drafter") == 0.25
 
 
 def test_steps_of_another_setting_put_off_no_trial():

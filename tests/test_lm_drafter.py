@@ -18,11 +18,14 @@ from models import VOCAB, path_logits, tiny
 from quickbeam import LLM
 from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.draft_model import GAP, LMDrafter, same_tokens
+from quickbeam.drafters.vocabulary import make_shortlist
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import make_method
+from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Draft
 from quickbeam.models.cache.kv import SequenceCache
+from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
@@ -96,6 +99,72 @@ def test_distributions_are_those_of_a_plain_run_of_every_path(pairs, name, rng, 
             context = begin(drafter, kept, temperature)
     state_of(context).release()
     assert drafter.model.pool.used == pages
+
+
+@pytest.fixture(scope="module")
+def listing():
+    """A drafter in bfloat16 with a soft-capped head, and a shortlist of its first 20 tokens and the
+    context's."""
+    if library.kernels() is None:
+        pytest.skip("no native kernels here")
+    model = make_model(tiny("gemma2-softcap-window", torch.bfloat16, seed=7))
+    drafter = LMDrafter(model, VOCAB, ranks_ids=True)
+    kernels = library.kernels()
+    return drafter, make_shortlist(drafter, model, "frequency+context", 20, kernels)
+
+
+def listed(probs, tokens):
+    """The part of `probs` `[n, vocab]` that lies on these tokens, renormalised."""
+    kept = torch.zeros_like(probs)
+    kept[:, tokens] = probs[:, tokens]
+    return kept / kept.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_of_a_shortlist_distributions_are_the_whole_ones_renormalised(listing, temperature):
+    drafter, shortlist = listing
+    prompt = [70, 80, 90, 3]
+    whole, short = context_of(prompt, temperature), context_of(prompt, temperature)
+    whole.begin([drafter])
+    short.begin([drafter], shortlist)
+    short.logits = -torch.arange(VOCAB).float()  # favours listed tokens
+    tokens = sorted({*range(20), *prompt})
+    tree = TokenTree(3)
+    for nodes in ([0], [tree.add(0, 70, "x"), tree.add(0, 40, "x")], [tree.add(1, 5, "x")]):
+        (right,) = drafter.answer([DraftRequest(whole, tree, nodes)])
+        (probs,) = drafter.answer([DraftRequest(short, tree, nodes)])
+        assert {*probs.tokens.tolist()} == {*tokens}
+        torch.testing.assert_close(
+            probs.dense(), listed(right.dense(), tokens), atol=0.02, rtol=0.05
+        )
+    used = state_of(short).used
+    assert used.calls == 3 and used.tokens == 3 * len(tokens)
+    for one in (whole, short):
+        state_of(one).release()
+
+
+def test_a_call_mixes_sequences_with_a_shortlist_and_without(listing):
+    drafter, shortlist = listing
+    contexts = [context_of([70, 80, first]) for first in (3, 4, 5)]
+    for context, which in zip(contexts, (shortlist, None, shortlist), strict=True):
+        context.begin([drafter], which)
+    asked = [DraftRequest(one, TokenTree(one.ids[-1]), [0]) for one in contexts]
+    together = drafter.answer(asked)
+    for context, probs in zip(contexts, together, strict=True):
+        alone = distributions_of(drafter, context)
+        torch.testing.assert_close(probs.dense(), alone, atol=0.02, rtol=0.05)
+        state_of(context).release()
+
+
+def test_answers_are_plain_decodings_with_a_shortlist(listing):
+    drafter, shortlist = listing
+    target = make_model(tiny("gemma2-softcap-window", torch.bfloat16, seed=8))
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=16, temperature=temperature, seed=1, ignore_eos=True)
+        right = answer(target, NoDraft(), params, [3, 1, 4]).output.token_ids
+        method = make_method("dyspec", drafter)
+        drafted = answer(target, method, params, [3, 1, 4], budget=8, shortlist=shortlist)
+        assert drafted.output.token_ids == right and drafted.statistics.drafter_calls
 
 
 def passes_of(drafter, monkeypatch):

@@ -18,6 +18,7 @@ from models import VOCAB, tiny
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_model import EagleHead
+from quickbeam.drafters.self_draft import SelfDrafter, four_bit_copy
 from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.budget import MeasuredBudget
 from quickbeam.engine.cost import CostModel
@@ -28,8 +29,10 @@ from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.methods.prompt_lookup import PromptLookup
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
+from quickbeam.models.weights.parameters import ModelParameters
 from quickbeam.params import SamplingParams
 
 LAYOUTS = ("llama", "mistral-window", "qwen2-window", "qwen3", "gemma2-softcap-window", "phi3")
@@ -65,11 +68,16 @@ class World:
         self.drafter = eagle_drafter(network, self.model, library.kernels())
         small = make_model(tiny(layout, dtype, seed=3), native=way == "native")
         self.small = LMDrafter(small, VOCAB)
+        self.copy: SelfDrafter | None = None
+        if isinstance(self.model, NativeModel):
+            parameters = ModelParameters(tiny(layout, dtype, seed=3))
+            self.copy = SelfDrafter(four_bit_copy(self.model, parameters))
         self.alone = functools.cache(self._alone)
         self.engines: list[Engine] = []
 
     def methods(self):
-        return {
+        of_copy = {} if self.copy is None else {"self": DySpec(self.copy)}
+        return of_copy | {
             "ar": NoDraft(),
             "pld": PromptLookup(),
             "logitspec": LogitSpec(),

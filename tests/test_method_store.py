@@ -67,10 +67,15 @@ def mtp(folder, source):
 
 
 NO_LIST = ALL - {"frspec", "dynaspec"}
+# of a smaller model, whose head is scored in parts by the native kernels alone
+LISTS_IDS = library.kernels() is not None
 # by name: what makes the options of `LLM`, and the methods that it can use
 KINDS = {
     "none": (lambda folder, source: {}, NONE),
-    "model": (lambda folder, source: {"drafter": source}, NO_LIST),
+    "model": (
+        lambda folder, source: {"drafter": source},
+        ALL - {"dynaspec"} if LISTS_IDS else NO_LIST,
+    ),
     "feature": (feature, ALL),
     "feature without router": (feature_without_router, ALL - {"dynaspec"}),
     "feature without list": (feature_without_list, NO_LIST),
@@ -81,7 +86,7 @@ KINDS = {
     # what the drafter scores is the model's setting, too
     "model, context": (
         lambda folder, source: {"drafter": source, "vocab": "context"},
-        NONE - {"auto"},
+        ALL if LISTS_IDS else NONE - {"auto"},
     ),
     "feature, full": (lambda *given: {**feature(*given), "vocab": "full"}, ALL),
     "feature, few": (lambda *given: {**feature(*given), "shortlist": 3}, ALL - {"dynaspec"}),

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig, Qwen3MoeConfig
 
-from answers import conversation, drafts_change_nothing
-from cases import refuses, spread
+from answers import PROMPTS, conversation, drafts_change_nothing, same_as_plain
+from cases import few, refuses, spread
 from checkpoints import configure
 from models import SIZES, tiny
+from quickbeam.drafters.loading import load_drafter
 from quickbeam.errors import InvalidInput
+from quickbeam.hub import SELF
 from quickbeam.hub.mtp import SINGLE
 from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.families import describe
@@ -340,6 +343,16 @@ def test_drafts_change_no_answer(name, temperature, tmp_path):
     params = SamplingParams(max_tokens=9, temperature=temperature, seed=5, ignore_eos=True)
     plain = conversation(model, params, IDS.tolist(), [[]])
     drafts_change_nothing(model, methods(torch.bfloat16), params, plain)
+
+
+@pytest.mark.parametrize("name", few(("fp8", "float8", "gptq-8", "int8"), ["fp8"]))
+def test_8_bits_draft_for_themselves_in_4(name, tmp_path):
+    write(tmp_path, name)
+    checkpoint = Checkpoint(tmp_path, None, KERNELS)
+    target = NativeModel(checkpoint, checkpoint.stack, KERNELS)
+    drafter = load_drafter(SELF, target, SimpleNamespace(get_vocab=dict))
+    assert not drafter.model._compiled.block_formats
+    same_as_plain(target, drafter, PROMPTS[:2])
 
 
 def check_experts(folder, model, dense):

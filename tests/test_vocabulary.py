@@ -2,6 +2,7 @@
 renormalised, and answers stay the model's."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.config import VOCABS, plain_vocab
 from quickbeam.drafters.draft_model import LMDrafter
+from quickbeam.drafters.loading import ranks_ids
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Artefact
@@ -117,8 +119,8 @@ def test_what_cannot_be_is_refused(pairs, tmp_path, monkeypatch):
     assert f"must be 1 to {VOCAB}" in error_of("frequency", VOCAB + 1)
     assert f"must be 1 to {VOCAB}" in error_of("router", 0)
     assert "must be at least 5, a cluster's" in error_of("router", 3)
-    lm = LMDrafter(make_model(tiny("llama")), VOCAB)
-    assert "a head of its own" in error_of("router", one=lm)
+    in_torch = LMDrafter(make_model(tiny("llama"), native=False), VOCAB, ranks_ids=True)
+    assert "a head of its own" in error_of("frequency", one=in_torch)
     assert "a head of its own" in error_of("frequency", one=Pair("own-head").drafter)
     folder, drafter.folder = drafter.folder, tmp_path
     try:
@@ -139,6 +141,28 @@ def test_what_cannot_be_is_refused(pairs, tmp_path, monkeypatch):
     for options in (["--vocab", "half"], size, ["--vocab", "full", *size]):
         result = cli("generate", "abc", "--method", "dyspec", *options)
         assert result.exit_code == 2 and options[-1] in result.output
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+def test_a_smaller_models_ids_are_its_list(pairs, tmp_path):
+    target = pairs["attention"].target
+    lm = LMDrafter(make_model(tiny("llama")), VOCAB, ranks_ids=True)
+    assert is_listed(lm)
+    shortlist = make_shortlist(lm, target, "frequency+context", 20, library.kernels())
+    assert shortlist.layout.order[: shortlist.layout.frequent].tolist() == [*range(20)]
+    for vocab in ("router", "clusters"):
+        refuses("takes no router", make_shortlist, lm, target, vocab, None, None)
+    not_ranked = LMDrafter(make_model(tiny("llama")), VOCAB)
+    assert not is_listed(not_ranked)
+    refuses("without a shortlist", make_shortlist, not_ranked, target, "frequency", None, None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranked"), [(["!", "e", "th"], True), (["th"] * 600 + ["e"], False)]
+)
+def test_ids_are_ranks_where_bytes_come_first(tokens, ranked):
+    vocab = {token: i for i, token in enumerate(tokens)}
+    assert ranks_ids(SimpleNamespace(get_vocab=lambda: vocab)) == ranked
 
 
 def test_the_default_takes_a_list_that_is_there_and_no_router(pairs, tmp_path):

@@ -198,24 +198,23 @@ class DrafterOptions(Options):
         default=None, metadata={"metavar": "MODEL", "common": True, "rule": SOURCE}
     )
     """What drafts, for the methods that draft with a model: a smaller model, a feature or block
-    drafter, or mtp, a head in the files of the model itself. Default: the one that comes with the
-    model, if there is one."""
+    drafter; mtp, a head in the files of the model itself; or self, a copy of the model in 4 bits.
+    Default: the one that comes with the model, if there is one."""
     draft_weights: str | None = field(default=None, metadata={"choices": WEIGHTS})
     """Quantise the weights of a smaller model that drafts. Default: as the model's."""
     vocab: str | None = field(
         default=None,
         metadata={
             "metavar": "NAME",
-            "help": "Which part of the vocabulary a feature or block drafter scores: "
+            "help": "Which part of the vocabulary a drafter scores: "
             f"{', '.join(VOCABS)}. Default: the method's own.",
             "rule": VOCAB,
         },
     )
-    """Which part of the vocabulary a feature or block drafter scores: one of `VOCABS`. Default: the
-    method's own."""
+    """Which part of the vocabulary a drafter scores: one of `VOCABS`. Default: the method's own."""
     shortlist: int | None = field(default=None, metadata={"metavar": "N", "rule": SHORTLIST})
-    """About how many tokens of the vocabulary a feature or block drafter scores. Default: with
-    vocab frequency a quarter of them, clusters an eighth, router a sixteenth."""
+    """About how many tokens of the vocabulary a drafter scores. Default: with vocab frequency a
+    quarter of them, clusters an eighth, router a sixteenth."""
     budget: Budget | None = field(default=None, metadata={"metavar": "N|auto"})
     """Most nodes of a draft tree, the root included; auto: as many as pay, by measured cost.
     Default: the method's own."""

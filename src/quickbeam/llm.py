@@ -247,9 +247,17 @@ class LLM:
         return self.model.describe()
 
     def describe(self) -> str:
-        """Return `kernels`, and where weights are read from disk, how much of them and how fast."""
-        streamed = self.model.streamed
-        return self.kernels if streamed is None else f"{self.kernels}, {streamed.in_words}"
+        """Return `kernels`, and what a model that drafts takes.
+
+        Where weights are read from disk, it also says how much of them and how fast.
+        """
+        parts = [self.kernels]
+        if self.model.streamed is not None:
+            parts.append(self.model.streamed.in_words)
+        drafter = self.method_store.drafter
+        if drafter is not None and drafter.weight_bytes:
+            parts.append(f"the drafter's weights {drafter.weight_bytes / 1e6:.0f} MB")
+        return ", ".join(parts)
 
     @property
     def methods(self) -> list[str]:

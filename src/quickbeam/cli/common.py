@@ -21,7 +21,6 @@ from quickbeam import hub
 from quickbeam.config import LLMOptions, ReplicaOptions, ReportProgress, check_vocab
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.grammar.spec import Grammar
-from quickbeam.hub.mtp import MTP
 from quickbeam.methods import METHODS, check_options, preset
 
 if TYPE_CHECKING:
@@ -215,7 +214,7 @@ def written_stages() -> ReportProgress:
 @contextmanager
 def loading_progress(*names: str | PathLike[str] | None) -> Iterator[ReportProgress]:
     """Show on stderr that the models of these names are loaded; the first is the target's."""
-    without_download = (None, MTP, *hub.EMBEDDED)
+    without_download = (None, *hub.OWN_FILES, *hub.EMBEDDED)
     absent = [
         name
         for name in names

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quickbeam.drafters.shortlist.shortlist import Shortlist
     from quickbeam.drafters.texts import Texts
     from quickbeam.grammar.masks import Masks
+    from quickbeam.models.base import Model
     from quickbeam.models.cache.kv import Page, Pool, SequenceCache
     from quickbeam.models.native.library import Kernels
 
@@ -288,8 +289,11 @@ class Drafter(Source, ABC):
     context_length: int | None = None  # how many tokens it can read; None: no limit
     skips = False  # whether its states can leave tokens out (`skip`)
     folder: Path | None = None  # where it was read from
-    # the width of its output that the target's head reads; None: it has a head of its own
+    # the width of its output that a head reads of which parts can be scored; None: there is none
     head_size: int | None = None
+    head_model: Model | None = None  # the model whose head that is; None: the target
+    weight_bytes = 0  # of a model that drafts; 0 where that is not known
+    ranks_ids = False  # whether a token's id is about its rank by frequency
     one_call = False  # whether only a tree's first request takes time
     routes = False  # whether a router can choose what its head scores
 

@@ -13,14 +13,9 @@ import torch.nn.functional as F
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_model import BlockNetwork
-from quickbeam.drafters.feature import (
-    FeatureDrafter,
-    FeatureState,
-    choose_scorers,
-    in_chunks,
-    score,
-)
+from quickbeam.drafters.feature import FeatureDrafter, FeatureState, in_chunks
 from quickbeam.drafters.passes import Head, NativePasses, ScoredRows, TorchPasses, passes_of
+from quickbeam.drafters.scoring import choose_scorers, score
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Batch, Block, Chain, Model, Part, RankedRows, inference
 from quickbeam.models.cache.kv import Page, SequenceCache
@@ -273,7 +268,7 @@ class NativeBlocks:
         clusters: list[torch.Tensor | None] = []
         for state in states:
             clusters.append(None if state.shortlist is None else state.shortlist.shared.none)
-        for number, logits, tokens in score(states, list(blocks), clusters, self._passes):
+        for number, logits, tokens in score(states, list(blocks), clusters, self._passes.score_all):
             state = states[number]
             logits = logits.float()
             if tokens is None:  # the whole head, which may be padded

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
+from quickbeam.drafters.scoring import ScoringState, choose_scorers, score
 from quickbeam.drafters.shadow import ShadowTree
-from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.models.base import Batch, Chain, Model, Part, inference
+from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
+from quickbeam.models.base import Batch, Chain, Draft, Model, inference
 from quickbeam.models.cache.kv import Page, Pool
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.torch.model import TorchModel
 from quickbeam.noise import Row
 
@@ -21,13 +23,16 @@ from quickbeam.noise import Row
 GAP = 32
 
 
-class LMState(DrafterState):
+class LMState(ScoringState):
     """What the drafter keeps of one sequence: keys and values, and the shadow of its draft tree.
 
     `skipped`: how many tokens of the text came before `ids` and are left out.
     """
 
-    def __init__(self, model: Model, ids: Sequence[int]) -> None:
+    def __init__(
+        self, model: Model, ids: Sequence[int], shortlist: ShortlistState | None = None
+    ) -> None:
+        super().__init__(shortlist)
         self._model = model
         self.ids = self._in_vocabulary(ids)
         self.cache = model.pool.new()
@@ -46,6 +51,7 @@ class LMState(DrafterState):
         return self.shadow.accepted(self.ids[self.cache.length : -1])
 
     def extend(self, tokens: Sequence[int]) -> None:
+        super().extend(tokens)
         self.ids.extend(self._in_vocabulary(tokens))
 
     def _in_vocabulary(self, tokens: Sequence[int]) -> list[int]:
@@ -74,6 +80,7 @@ class LMState(DrafterState):
         self.cache.attach(chunks, tokens)
 
     def release(self) -> None:
+        super().release()
         self.cache.release()
         self.shadow = None
 
@@ -86,7 +93,8 @@ class LMDrafter(Drafter):
     nodes of the last shadow stay computed. Other committed tokens, such as accepted leaves, begin
     the next shadow as a chain that ends in the root, so catching up takes no extra pass.
 
-    `vocab_size`: width of the target's logits, and of the distributions returned. Of a request's
+    `vocab_size`: width of the target's logits, and of the distributions returned. `ranks_ids`: as
+    of `Drafter`. On the native kernels the head can score a shortlist. Of a request's
     sampling parameters only the temperature shapes these: answers are exact without the others, and
     the model's own distribution is its best estimate.
     """
@@ -94,17 +102,19 @@ class LMDrafter(Drafter):
     skips = True
     pool: Pool
 
-    def __init__(self, model: Model, vocab_size: int) -> None:
-        self.model = model
+    def __init__(self, model: Model, vocab_size: int, ranks_ids: bool = False) -> None:
+        self.model = self.head_model = model
+        self.weight_bytes = model.weight_bytes
+        self.ranks_ids = ranks_ids
+        prepare_head(self, model)
         self.pool = model.pool
         self.context_length = model.context_length
         self._vocab_size = vocab_size
-        self._shared = min(model.vocab_size, vocab_size)
         if isinstance(model, TorchModel):
-            model.rank(self._shared)
+            model.rank(min(model.vocab_size, vocab_size))
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
-        return LMState(self.model, ids)
+        return LMState(self.model, ids, None if shortlist is None else shortlist.begin(ids))
 
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
@@ -118,31 +128,17 @@ class LMDrafter(Drafter):
 
     @inference
     def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
-        """Return distributions `[len(nodes), vocab]` float32 on the drafter's device, by one pass.
+        """Return distributions on the drafter's device, by one pass. See `Drafter.answer`.
 
-        See `Drafter.answer`. Raises `ValueError` where a tree's first request doesn't begin with
-        the root, or where a node's parent was never requested.
+        They are `[len(nodes), vocab]` float32, or over a shortlist. Raises `ValueError` where a
+        tree's first request doesn't begin with the root, or where a node's parent was never
+        requested.
         """
+        choose_scorers([request for request in requests if request.nodes[0] == 0])
         shadows = [self._shadow_of(request) for request in requests]
         states = [request.state for request in requests]
-        parts: list[Part] = [
-            shadow.part(state.cache) for shadow, state in zip(shadows, states, strict=True)
-        ]
-        answers = list[DraftProbs]()
-        passed = self.model.forward(Batch(parts))
-        for request, shadow, results in zip(requests, shadows, passed, strict=True):
-            shadow.run = len(shadow.rows)
-            rows = slice(len(results.logits) - len(request.nodes), len(results.logits))
-            temperature = request.context.draft_temperature
-            likeliest: Sequence[Row] = ()
-            if results.ranked is not None and temperature == 1:
-                probs, likeliest, _ = results.ranked.part(rows)
-            else:
-                probs = probs_of(results.logits[rows, : self._shared], temperature)
-            if self._shared < self._vocab_size:
-                probs = F.pad(probs, (0, self._vocab_size - self._shared))
-            answers.append(DraftProbs(probs, likeliest=likeliest))
-        return answers
+        parts = [shadow.part(state.cache) for shadow, state in zip(shadows, states, strict=True)]
+        return run_shadows(self.model, requests, shadows, parts, self._vocab_size)
 
     def _shadow_of(self, request: DraftRequest) -> ShadowTree:
         """Return the shadow of a request's tree, with the requested nodes."""
@@ -175,6 +171,76 @@ class LMDrafter(Drafter):
             text = Chain(state.cache, state.ids[begin:end], wanted=0)
             self.model.forward(Batch([text]))
             state.cache.commit(range(end - begin))
+
+
+def prepare_head(drafter: Drafter, model: Model) -> None:
+    """Let a drafter that runs `model` score parts of its head, if the native kernels run it."""
+    if isinstance(model, NativeModel):
+        drafter.head_size = int(model.config.hidden_size)
+        model.set_aux_layers([model.config.num_hidden_layers + 1])
+
+
+def run_shadows(
+    model: Model,
+    requests: Sequence[DraftRequest],
+    shadows: Sequence[ShadowTree],
+    parts: Sequence[Draft],
+    vocab_size: int,
+) -> list[DraftProbs]:
+    """Run the new rows of the requests' shadows by one pass of `model`.
+
+    `parts`: these rows of each shadow. Returns the distributions of the requested nodes, which are
+    the last rows of each part, over the `vocab_size` tokens of the target, or over a shortlist.
+    """
+    batch = Batch(list(parts))
+    states: list[ScoringState] = [request.state for request in requests]
+    if any(state.scorer is not None for state in states):
+        assert isinstance(model, NativeModel)
+        answers = _shortlisted(model, requests, batch, vocab_size)
+    else:
+        answers = _of_all_tokens(model, requests, batch, vocab_size)
+    for shadow in shadows:
+        shadow.run = len(shadow.rows)
+    return answers
+
+
+def _of_all_tokens(
+    model: Model, requests: Sequence[DraftRequest], batch: Batch, vocab_size: int
+) -> list[DraftProbs]:
+    shared = min(model.vocab_size, vocab_size)
+    answers = list[DraftProbs]()
+    for request, results in zip(requests, model.forward(batch), strict=True):
+        rows = slice(len(results.logits) - len(request.nodes), len(results.logits))
+        temperature = request.context.draft_temperature
+        likeliest: Sequence[Row] = ()
+        if results.ranked is not None and temperature == 1:
+            probs, likeliest, _ = results.ranked.part(rows)
+        else:
+            probs = probs_of(results.logits[rows, :shared], temperature)
+        if shared < vocab_size:
+            probs = F.pad(probs, (0, vocab_size - shared))
+        answers.append(DraftProbs(probs, likeliest=likeliest))
+    return answers
+
+
+def _shortlisted(
+    model: NativeModel, requests: Sequence[DraftRequest], batch: Batch, vocab_size: int
+) -> list[DraftProbs]:
+    shared = min(model.vocab_size, vocab_size)
+    states: list[ScoringState] = [request.state for request in requests]
+    features = [
+        rows[-len(request.nodes) :]
+        for request, rows in zip(requests, model.features(batch), strict=True)
+    ]
+    none = [None if state.scorer is None else state.scorer.shared.none for state in states]
+    answers = dict[int, DraftProbs]()
+    for number, logits, tokens in score(states, features, none, model.head):
+        logits = model.finish(logits if tokens is not None else logits[:, :shared])
+        values = probs_of(logits, requests[number].context.draft_temperature)
+        if tokens is None:
+            values = F.pad(values, (0, vocab_size - shared))
+        answers[number] = DraftProbs(values, tokens, vocab_size)
+    return [answers[number] for number in range(len(requests))]
 
 
 def same_tokens(target_tokenizer: Any, drafter_tokenizer: Any, sizes: tuple[int, int]) -> bool:

@@ -14,13 +14,7 @@ import torch
 
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.feature import (
-    FeatureDrafter,
-    FeatureState,
-    choose_scorers,
-    in_chunks,
-    score,
-)
+from quickbeam.drafters.feature import FeatureDrafter, FeatureState, in_chunks
 from quickbeam.drafters.passes import (
     Head,
     NativePasses,
@@ -29,6 +23,7 @@ from quickbeam.drafters.passes import (
     TorchPasses,
     passes_of,
 )
+from quickbeam.drafters.scoring import choose_scorers, score
 from quickbeam.drafters.shadow import ShadowTree
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Batch, Chain, Model, Part, inference
@@ -295,7 +290,7 @@ class EagleDrafter(FeatureDrafter):
         states = [request.state for request in requests]
         features = [request.state.feature[-len(request.nodes) :] for request in requests]
         clusters = [state.clusters for state in states]
-        for number, logits, tokens in score(states, features, clusters, self.passes):
+        for number, logits, tokens in score(states, features, clusters, self.passes.score_all):
             values = probs_of(logits, requests[number].context.draft_temperature)
             tokens = self.tokens if tokens is None else tokens
             probs[number] = DraftProbs(values, tokens, self.vocab_size)

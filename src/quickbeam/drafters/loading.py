@@ -21,7 +21,9 @@ from quickbeam.drafters.eagle_files import load_eagle
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.layouts import ASSISTANT, BLOCK, layout_of
 from quickbeam.drafters.mtp import load_mtp
+from quickbeam.drafters.self_draft import load_self
 from quickbeam.errors import InvalidInput
+from quickbeam.hub import SELF
 from quickbeam.hub.mtp import MTP
 from quickbeam.models import builtin
 from quickbeam.models.base import Model
@@ -31,6 +33,8 @@ from quickbeam.models.opening import open_model
 from quickbeam.models.weights.checkpoint import WANTED, local_folder
 
 logger = logging.getLogger(__name__)
+
+MOST_BYTES = 512  # ids before the first merges: bytes, and tokens with a meaning of their own
 
 
 def load_drafter(
@@ -46,7 +50,8 @@ def load_drafter(
     """Load the drafter `name` for `target`.
 
     - `name`: a folder, a `.gguf` file, a built-in model or a Hugging Face id; or `MTP`, a head in
-      the target's own checkpoint, whose folder, file or id is `model`.
+      the target's own checkpoint, whose folder, file or id is `model`; or `SELF`, a copy of the
+      target in 4 bits.
     - `tokenizer`: the target's, which a smaller model must have, too.
     - `weights`: the weight format of a smaller model (see `make_model`). None takes the target's.
     - `kernels`: what runs a feature or block drafter, if they can; None: PyTorch does.
@@ -58,6 +63,8 @@ def load_drafter(
         _refuse_weights(name, weights)
         file = Path(model).expanduser()
         return load_mtp(file if file.suffix == ".gguf" else local_folder(model, None), target)
+    if name == SELF:
+        return load_self(target, ranks_ids(tokenizer), progress, weights)
     path = Path(builtin.resolve(name, progress)).expanduser()
     if not path.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
         path = local_folder(name, None, [*WANTED, MASK])
@@ -75,7 +82,17 @@ def load_drafter(
             f"{name} has another tokenizer than the model, and can't draft for it: name a smaller "
             "model of its family, or leave the drafter out"
         )
-    return LMDrafter(opened.model, target.vocab_size)
+    return LMDrafter(opened.model, target.vocab_size, ranks_ids(tokenizer))
+
+
+def ranks_ids(tokenizer: Any) -> bool:
+    """Whether a token's id is about its rank by frequency.
+
+    The tokens of byte-level BPE stand in the order in which they were merged. SentencePiece's have
+    single characters, the most frequent ones, at the end.
+    """
+    single: int | None = tokenizer.get_vocab().get("e")
+    return single is not None and single < MOST_BYTES
 
 
 def _load_network(kind: str, path: Path, target: Model, kernels: Kernels | None) -> Drafter:

@@ -317,6 +317,11 @@ class NativePasses:
         """The whole head, packed where it is needed: shortlists have rows of their own."""
         return packed_head(self.pool.kernels, self._head, self._head_weights)
 
+    def score_all(self, feature: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the whole head, of rows `[n, d]`."""
+        logits: torch.Tensor = self.logits(feature)
+        return logits
+
     def run(
         self,
         batch: Batch,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from quickbeam.config import CLUSTERS, CONTEXT, FREQUENCY, FULL, ROUTER, check_vocab, plain_vocab
 from quickbeam.drafters.base import Drafter
@@ -19,6 +18,8 @@ from quickbeam.models.native.library import Kernels
 
 # by kind: the default size is the size of the vocabulary divided by this
 SHARES = {FREQUENCY: 4, FREQUENCY + CONTEXT: 16, CLUSTERS: 8, ROUTER: 16}
+SHARE_OF_IDS = 4  # the same where ids stand for ranks, which are less exact,
+LEAST_IDS = 16_384  # and at least so many tokens
 WITH_CONTEXT = (FREQUENCY + CONTEXT, ROUTER)  # kinds that also score the context's tokens
 ROUTED = (CLUSTERS, ROUTER)  # kinds whose clusters a router picks
 
@@ -55,7 +56,7 @@ def make_shortlist(
     if parts is None:
         return None
     return Shortlist(
-        head_rows(model.head, model),
+        head_rows(drafter.head_model or model)[: parts.layout.vocab],
         parts.layout,
         None if drafter.scores_in_passes else kernels,
         router=parts.router,
@@ -83,18 +84,25 @@ def shortlist_parts(
         )
     if vocab in ROUTED and not drafter.routes:
         raise InvalidInput(
-            f"--vocab {vocab}: this drafter is called once a tree and takes no router: take "
-            "--vocab frequency+context, context or full (method dynaspec means --vocab router)"
+            f"--vocab {vocab}: this drafter takes no router: take --vocab frequency+context, "
+            "context or full (method dynaspec means --vocab router)"
         )
-    if size is not None and not 1 <= size <= model.vocab_size:
+    tokens = model.vocab_size
+    if drafter.head_model is not None:
+        tokens = min(tokens, drafter.head_model.vocab_size)
+    if size is not None and not 1 <= size <= tokens:
         raise InvalidInput(
-            f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary"
+            f"--shortlist {size}: must be 1 to {tokens}, the tokens of the vocabulary"
         )
     if vocab == "context":
-        return ShortlistParts(Layout.nothing(model.vocab_size), window=size or WINDOW)
-    artefact = _artefact(drafter, model, vocab)
-    size = size or model.vocab_size // SHARES[vocab]
+        return ShortlistParts(Layout.nothing(tokens), window=size or WINDOW)
     window = WINDOW if vocab in WITH_CONTEXT else None
+    if drafter.ranks_ids and vocab.startswith(FREQUENCY):
+        size = size or min(tokens, max(LEAST_IDS, tokens // SHARE_OF_IDS))
+        layout = Layout.by_frequency(torch.arange(tokens), size, tokens)
+        return ShortlistParts(layout, window=window)
+    artefact = _artefact(drafter, model, vocab)
+    size = size or tokens // SHARES[vocab]
     if vocab.startswith(FREQUENCY):
         layout = Layout.by_frequency(artefact.ranking, size, model.vocab_size)
         return ShortlistParts(layout, window=window)
@@ -105,7 +113,8 @@ def shortlist_parts(
 def is_listed(drafter: Drafter) -> bool:
     """Whether `drafter` comes with a list of the most frequent tokens."""
     folder = drafter.folder
-    return drafter.head_size is not None and folder is not None and Artefact.exists(folder)
+    has_list = drafter.ranks_ids or (folder is not None and Artefact.exists(folder))
+    return drafter.head_size is not None and has_list
 
 
 def _artefact(drafter: Drafter, model: Model, vocab: str) -> Artefact:
@@ -134,7 +143,16 @@ def _artefact(drafter: Drafter, model: Model, vocab: str) -> Artefact:
 
 
 @inference
-def head_rows(head: nn.Module, model: Model) -> torch.Tensor:
-    """Return the rows of a head, `[vocab, size]`."""
+def head_rows(model: Model) -> torch.Tensor:
+    """Return the rows of a model's head, `[vocab, size]`.
+
+    Where the embedding is the same matrix in bfloat16, its rows are not copied.
+    """
+    head = model.head
+    table: Any = model.embedding.weight
+    dense = isinstance(table, torch.Tensor) and table.dtype is torch.bfloat16
+    if dense and model.config.tie_word_embeddings:
+        own_rows: torch.Tensor = table[: model.vocab_size].detach()
+        return own_rows
     rows = head.packed.rows() if isinstance(head, NativeLinear) else head.get_parameter("weight")
     return rows[: model.vocab_size].detach()

@@ -51,6 +51,7 @@ class CostModel:
     LARGEST = 4.0  # a time that differs by a larger factor counts as different by this factor
     CALL = 0.4  # share of a plain pass that a call is guessed to take before one was timed
     READ = 0.1  # share of a call that reading a token takes, about
+    FIRST_CALLS = 3  # of so many calls the fastest counts, as a busy machine only adds time
     FURTHER_CALL = 0.15  # share of a call that each further sequence adds before that was seen
 
     def __init__(
@@ -63,6 +64,7 @@ class CostModel:
         # by size, how many passes of about as many rows there were: a fading count
         self._seen = [1 / self.FADE] * len(passes)
         self._calls: dict[Hashable, dict[int, float]] = {}  # by drafter and number of sequences
+        self._timed: dict[Hashable, int] = {}  # by drafter, how many calls were timed
 
     def of_pass(self, rows: int) -> float:
         """Return the expected seconds of a pass of `rows` rows with nothing before its trees."""
@@ -96,8 +98,8 @@ class CostModel:
         return times[nearest] * wanted_factor / nearest_factor
 
     def knows_call(self, drafter: Hashable) -> bool:
-        """Whether a call of this drafter was timed."""
-        return bool(self._calls.get(drafter))
+        """Whether enough calls of this drafter were timed for one slow call not to decide."""
+        return self._timed.get(drafter, 0) >= self.FIRST_CALLS
 
     def of_reading(self, drafter: Hashable, tokens: int) -> float:
         """Return about how many seconds a drafter takes to read `tokens` tokens."""
@@ -133,6 +135,10 @@ class CostModel:
             return
         times = self._calls[drafter]
         before = times.setdefault(sequences, seconds)
+        if not self.knows_call(drafter):
+            self._timed[drafter] = self._timed.get(drafter, 0) + 1
+            times[sequences] = min(before, seconds)
+            return
         times[sequences] = before * self._ratio(seconds, before) ** self.FADE
 
     def _ratio(self, seconds: float, expected: float) -> float:

@@ -79,7 +79,7 @@ class MethodStore:
         self.drafter: Drafter | None = None
         self._is_listed = False  # whether the drafter comes with a list of frequent tokens
         self._making_shortlists = threading.Lock()
-        self._shortlists = OrderedDict[tuple[str, int | None], Shortlist | None]()
+        self._shortlists = OrderedDict[tuple[str, int | None], Shortlist]()
         self.methods: dict[Setting, Method] = {}
 
     @property
@@ -131,7 +131,9 @@ class MethodStore:
 
     def has_shortlist(self, setting: Setting) -> bool:
         """Whether `shortlist` has nothing to make."""
-        return not self.uses_drafter(setting.method) or self._key(setting) in self._shortlists
+        key = self._key(setting)
+        vocab, _ = key
+        return vocab == FULL or not self.uses_drafter(setting.method) or key in self._shortlists
 
     def shortlist(self, setting: Setting) -> Shortlist | None:
         """Return what the drafter scores; None without a drafter, and for its full vocabulary.
@@ -142,11 +144,13 @@ class MethodStore:
             return None
         key = self._key(setting)
         vocab, size = key
+        if vocab == FULL:
+            return None
         with self._making_shortlists:
             if key not in self._shortlists:
-                self._shortlists[key] = make_shortlist(
-                    self.drafter, self._model, vocab, size, self._kernels
-                )
+                shortlist = make_shortlist(self.drafter, self._model, vocab, size, self._kernels)
+                assert shortlist is not None
+                self._shortlists[key] = shortlist
             self._shortlists.move_to_end(key)
             if len(self._shortlists) > MAX_SHORTLISTS:
                 self._shortlists.popitem(last=False)

@@ -170,13 +170,20 @@ def _native(
     if memory is not None:
         memory = disk.needed_limit(checkpoint, stack, kernels, name, memory)
     kind = name if memory is None else f"{name}-disk"
-    folder, base = checkpoint.path, None
-    if isinstance(checkpoint, AdaptedCheckpoint):
-        folder, base = checkpoint.adapter.folder, checkpoint.path
-    packed_file = PackedFile.for_checkpoint(str(folder), None, kind, progress, base=base)
+    packed_file = packed_file_of(checkpoint, kind, progress)
     return NativeModel(
         checkpoint, stack, kernels, weights=weights, packed_file=packed_file, memory=memory
     )
+
+
+def packed_file_of(
+    checkpoint: AnyCheckpoint, kind: str, progress: ReportProgress | None
+) -> PackedFile:
+    """Return the file of a checkpoint's packed weights, whose format is `kind`."""
+    folder, base = checkpoint.path, None
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        folder, base = checkpoint.adapter.folder, checkpoint.path
+    return PackedFile.for_checkpoint(str(folder), None, kind, progress, base=base)
 
 
 def open_checkpoint(

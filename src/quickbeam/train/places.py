@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.feature import OFFERED
+from quickbeam.drafters.scoring import OFFERED
 from quickbeam.errors import InvalidInput
 from quickbeam.train.feature import moved_forward, unroll
 from quickbeam.train.shards import Shards, collate, spread_lengths

@@ -29,6 +29,7 @@ from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import (
     BFLOAT16,
     EXACT_FORMATS,
+    FLOAT32,
     BlockRows,
     Packed,
     Weight,
@@ -115,8 +116,9 @@ def kv_shapes(stack: Stack) -> list[KVShape]:
 class CompiledStack:
     """A `Stack` with its weights, which are released from `parameters` as they are packed.
 
-    `pages`: of `kv_shapes`, in the model's number format, bfloat16 or float32, which all rows have.
-    `name`: the format of the weights that products read; float32 for a model in float32.
+    `pages`: of `kv_shapes`, in the model's number format, bfloat16 or float32. `name`: the format
+    of the weights that products read; float32 for a model in float32. Rows are in float32 for these
+    weights, else in bfloat16, whatever the pages have.
     `packed_file`: where packed weights are read or written. `memory`: the bytes that weights may
     take, where they are more (`disk.needed_limit`); then each pass reads from `packed_file` what
     memory lacks (`disk`). The embedding stays as it is; `embedding` is the module from token ids to
@@ -135,7 +137,9 @@ class CompiledStack:
         self.stack, self._parameters = stack, parameters
         self._pages = pages
         self.mapped_bytes = 0  # of weights that are in a mapped file
-        self._kernels, self._float32 = pages.kernels, pages.dtype is torch.float32
+        self._kernels = pages.kernels
+        name = weights_format(name, pages.dtype)
+        self._float32 = name == FLOAT32
         self._small_parameters = SmallParameters(parameters, pages.kernels, self._float32)
         self._angles = AngleTable(parameters.config, stack)
         self.aux_layers: tuple[int, ...] = ()  # layers whose hidden states a pass returns
@@ -152,7 +156,6 @@ class CompiledStack:
             if isinstance(self._embedded, torch.Tensor) and stack.scale == 1:
                 kind: Any = nn.Embedding
                 self.embedding = kind.from_pretrained(self._embedded)
-        name = weights_format(name, pages.dtype)
         self._packed = PackedWeights(parameters, stack, pages.kernels, name)
         self.disk: WeightsOnDisk | None = None
         if packed_file is not None and memory is not None:
@@ -213,6 +216,7 @@ class CompiledStack:
             self._pages,
             self._angles,
             self._width,
+            self._float32,
         )
 
     def _make(self, packed_file: PackedFile | None = None, stage: str = "") -> Program:
@@ -339,6 +343,11 @@ class CompiledStack:
         """How many experts a layer read in the last pass, on average; 0 if none has any."""
         read = [experts.read for experts in self._compiler.experts]
         return sum(read) / len(read) if read else 0.0
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of weights that the products of a pass read before the head."""
+        return self._packed.layer_size
 
     @property
     def weight_bytes(self) -> int:

@@ -70,6 +70,8 @@ class RecurrenceSize(NamedTuple):
 class StackCompiler:
     """Adds operations to `program`. `packed(linear)` returns a packed weight.
 
+    `float32`: the format of rows is float32, not bfloat16. `wide_pages`: that of pages is.
+
     Buffers: `x` is the residual stream, `normalised` what a layer reads. `second_normalised` is
     what a router reads, or a feed-forward that runs in parallel with attention. `result` is what a
     norm reads before it is added. `experts`: of all layers that have some. `recurrences`: of all
@@ -85,11 +87,13 @@ class StackCompiler:
         pages: PagePool,
         angles: AngleTable,
         width: int,
+        float32: bool,
     ) -> None:
         self.program, self.stack = program, stack
         self.packed, self.parameters = packed, parameters
         self.pages, self.angles = pages, angles
-        self.width, self.float32 = width, pages.dtype is torch.float32
+        self.width, self.float32 = width, float32
+        self.wide_pages = pages.dtype is torch.float32
         self.x, self.result = self.buffer("x", width, True), self.buffer("result", width, True)
         self.normalised = self.buffer("normalised", width)
         self.second_normalised = self.buffer("second normalised", width)

@@ -53,7 +53,7 @@ def _attend(c: StackCompiler, attention: Attention, i: int, source: Buffer) -> B
     qkv, query = add_queries_and_keys(c, attention, i, source)
     kv_layer = i if attention.source is None else attention.source
     heads, head_dim = attention.heads, attention.head_dim
-    attended = c.buffer("attended", heads * attention.value_dim)
+    attended = c.buffer("attended", heads * attention.value_dim, c.wide_pages)
     c.program.attend(
         query,
         attended,
@@ -77,7 +77,11 @@ def _attend(c: StackCompiler, attention: Attention, i: int, source: Buffer) -> B
             one_gate=attention.one_gate,
             activation="sigmoid",
         )
-    return attended
+    if c.wide_pages == c.float32:
+        return attended
+    rounded = c.buffer("attended rows", attended.width)
+    c.program.copy(attended, rounded)
+    return rounded
 
 
 def add_queries_and_keys(
@@ -90,7 +94,7 @@ def add_queries_and_keys(
     kv_layer = i if attention.source is None else attention.source
     shape, offset = c.pages.shapes[kv_layer], c.pages.offsets[kv_layer]
     qkv = c.buffer("qkv", c.packed(attention.qkv).outputs, True)
-    query = c.buffer("query", attention.heads * attention.head_dim)
+    query = c.buffer("query", attention.heads * attention.head_dim, c.wide_pages)
     c.product(attention.qkv, source, qkv)
     if attention.latent is not None:
         _latent(c, attention, attention.latent, qkv, query, shape, offset)

@@ -103,6 +103,8 @@ class NativeModel(Model):
 
     `weights`: the format of all linear layers' weights, `bfloat16` (as they come), `int8` or
     `int4`. With `int4`, the head has 8 bits. `packed_file` and `memory`: as of `CompiledStack`.
+    `pages`: those of another model of the same stack, whose sequences this one runs; None makes
+    some of its own.
     """
 
     exact = True
@@ -117,17 +119,22 @@ class NativeModel(Model):
         weights: str = BFLOAT16,
         packed_file: PackedFile | None = None,
         memory: int | None = None,
+        pages: PagePool | None = None,
     ) -> None:
+        self.stack = stack
+        self.parameters = parameters
         self.weights, self.chunk = weights, chunk
         vocab_size, dtype = parameters.shape(stack.head.weights[0].name)[0], parameters.dtype
         with torch.inference_mode():
-            pages = PagePool(kv_shapes(stack), kernels, None, dtype, state_shape(stack))
+            if pages is None:
+                pages = PagePool(kv_shapes(stack), kernels, None, dtype, state_shape(stack))
             super().__init__(parameters.config, dtype, torch.device("cpu"), vocab_size, pages)
             self._compiled = CompiledStack(parameters, stack, pages, weights, packed_file, memory)
             if self._compiled.disk is not None:
                 self.streamed = self._compiled.disk
                 self.chunk, self.mixed_chunk = STREAMED_CHUNK, STREAMED_CHUNK // 4
         self.weight_bytes, self._kernels = self._compiled.weight_bytes, kernels
+        self.layer_bytes = self._compiled.layer_bytes
         self.mapped_bytes = self._compiled.mapped_bytes
 
     @inference
@@ -137,6 +144,29 @@ class NativeModel(Model):
         self.experts_read = compiled.experts_read
         hidden = compiled.hidden if compiled.aux_layers else None
         return split(batch.parts, logits, hidden, compiled.best)
+
+    @inference
+    def features(self, batch: Batch) -> list[torch.Tensor]:
+        """Run all rows of `batch` without the head, and return what it would read, `[rows, d]`.
+
+        `aux_layers` must end with the final norm (`set_aux_layers`).
+        """
+        rows = list_rows(batch)
+        rows.wanted = []
+        compiled = self._compiled
+        compiled(rows)
+        self.experts_read = compiled.experts_read
+        width = compiled.hidden.shape[1] // len(compiled.aux_layers)
+        features = compiled.hidden[:, -width:]
+        return list(features.split_with_sizes([part.rows for part in batch.parts]))
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return what a pass makes of the head's product `[n, s]`: scaled and capped logits."""
+        stack = self.stack
+        logits = logits * stack.head_scale
+        if stack.softcap is not None:
+            logits = torch.tanh(logits / stack.softcap) * stack.softcap
+        return logits
 
     @property
     def embedding(self) -> nn.Module:

@@ -34,7 +34,9 @@ class QuantisedRows {
  public:
   int64_t groups = 0;
 
-  static int64_t rows_at_once(int64_t inputs) { return std::max<int64_t>(16, MOST / (groups_of(inputs) * GROUP * 2)); }
+  static int64_t rows_at_once(int64_t inputs, const RowKind& kind) {
+    return std::max<int64_t>(16, MOST / (groups_of(inputs) * GROUP * (kind.wide ? int64_t(sizeof(WholeValue)) : 1)));
+  }
 
   void resize(int64_t rows, int64_t inputs, const RowKind& kind) {
     groups = groups_of(inputs), kind_ = kind;
@@ -189,9 +191,11 @@ static void quantised_panels(int32_t format, const bf16* x, int64_t x_stride, in
   });
   static thread_local QuantisedRows taken;
   static thread_local std::vector<Scales8> scales;  // of a panel, where several parts need them
-  const int64_t stride = block_bytes(format, inputs), most_rows = QuantisedRows::rows_at_once(inputs);
-  for (int64_t begin = 0; begin < rows; begin += most_rows) {
-    const Parts parts(std::min(most_rows, rows - begin), MOST_QUANTISED);
+  const int64_t stride = block_bytes(format, inputs);
+  const Parts turns(rows, QuantisedRows::rows_at_once(inputs, kind));
+  for (int64_t turn = 0; turn < turns.count; ++turn) {
+    const int64_t begin = turns.begin(turn);
+    const Parts parts(turns.begin(turn + 1) - begin, MOST_QUANTISED);
     taken.resize(parts.rows, inputs, kind);
     for (int64_t part = 0; part < parts.count; ++part)
       taken.take(x + begin * x_stride, x_stride, parts.begin(part), parts.begin(part + 1) - parts.begin(part), inputs);

@@ -97,9 +97,9 @@ def refuse_memory(device: torch.device, dtype: torch.dtype | None, kernels: Kern
 def weights_format(name: str, dtype: torch.dtype) -> str:
     """Return the format of the weights that products read, where `name` is asked for.
 
-    `dtype`: of the rows. Weights that keep every bit have the same.
+    `dtype`: the model's. Weights that keep every bit have the same.
     """
-    return FLOAT32 if dtype is torch.float32 else name
+    return FLOAT32 if dtype is torch.float32 and name == BFLOAT16 else name
 
 
 def head_format(name: str) -> str:

@@ -86,6 +86,12 @@ class PackedWeights:
         return packed_range.packer.pack(weights, bias, packed_range.gated, memory)
 
     @property
+    def layer_size(self) -> int:
+        """The bytes of all but the head."""
+        head = self.head_range
+        return self.size - (head.last - head.first)
+
+    @property
     def head_range(self) -> PackedRange:
         """Where the head is."""
         return self._ranges[id(self._stack.head)]
