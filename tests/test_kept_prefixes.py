@@ -19,6 +19,7 @@ from quickbeam.llm import LLM
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.native import library
 from quickbeam.params import SamplingParams
+from quickbeam.serve.server import prepare
 from test_recurrent import IDS, PAGE, made
 from test_recurrent import answer as engine_answer
 
@@ -104,6 +105,13 @@ def test_states_of_recurrent_layers_are_kept(tmp_path):
         assert model.pool.used == 0
     assert answers[0] == answers[1] == answers[2]
     assert cached == [0, 0, 3 * PAGE]
+
+
+def test_a_server_that_starts_again_goes_on_with_a_conversation(folder, tmp_path):
+    for expected in (0, 256):
+        llm, _ = prepare(lambda: LLM(folder, keep=tmp_path / "kept"))
+        with llm:
+            assert llm.generate(TOKENS, PARAMS).statistics.cached_tokens >= expected
 
 
 def test_wrong_bits_would_be_seen(folder, tmp_path):

@@ -532,8 +532,15 @@ class LLM:
         return self.encode_chat(messages, **(template or {}))
 
     def reset(self) -> None:
-        """Empty the prefix cache, so that the next prompt is computed from its first token."""
-        self.thread.call(self.engine.forget)
+        """Empty the prefix cache, so that the next prompt is computed from its first token.
+
+        Prefixes in files (`keep`) stay, and are no longer read or written.
+        """
+        self.thread.call(self._forget)
+
+    def _forget(self) -> None:
+        self.engine.prefixes.kept = None
+        self.engine.forget()
 
     def close(self) -> None:
         """End all answers that are under way and free their memory. No more can be asked for."""

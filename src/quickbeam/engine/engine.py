@@ -150,12 +150,8 @@ class Engine:
         self.model.close()
 
     def forget(self) -> None:
-        """Forget all texts, so that the next prompt is computed from its first token.
-
-        Files of prefixes stay, and are no longer read or written.
-        """
+        """Forget all texts. Prefixes that are kept in files stay there."""
         self.prefixes.clear()
-        self.prefixes.kept = None
         if self._memory is not None:
             self._memory.forget()
 

@@ -139,7 +139,7 @@ def prepare(load: Callable[[], LLM]) -> tuple[LLM, str]:
     _ = llm.engine.budget
     _ = llm.methods  # loads the drafter, so that no request waits for that
     llm.generate("Hello", WARM_UP)
-    llm.reset()
+    llm.thread.call(llm.engine.forget)  # files of prefixes stay in use
     return llm, fingerprint_of(llm)
 
 
