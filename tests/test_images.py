@@ -283,6 +283,25 @@ def test_images_share_no_prefix(llm, monkeypatch):
     assert [answer.token_ids for answer in wrong] != [answer.token_ids for answer in answers]
 
 
+def test_kept_prefixes_know_their_images(models, tmp_path):
+    """Another process goes on behind an image, not behind another one or one of other rows."""
+    folder, _ = models("smolvlm")
+
+    def answer(seed, keep, max_pixels=None):
+        with LLM(str(folder), dtype="float32", keep=keep, max_pixels=max_pixels) as llm:
+            completion = llm.chat(long_conversation(seed), GREEDY)
+        return completion.token_ids, completion.statistics.cached_tokens
+
+    kept = tmp_path / "kept"
+    first, cached = answer(1, kept)
+    assert cached == 0
+    again, cached = answer(1, kept)
+    assert again == first and cached > 0
+    other, shared = answer(2, kept)
+    assert other == answer(2, None)[0] and shared < cached
+    assert answer(1, kept, max_pixels=32 * 32)[1] == 0
+
+
 def test_an_image_that_was_read_is_read_no_more(llm, monkeypatch):
     """And the next turn of a conversation begins with what is cached of the first."""
     calls = []

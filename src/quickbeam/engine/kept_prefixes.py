@@ -103,7 +103,7 @@ class KeptPrefixes:
 
 
 def _checksum(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a checksum of a chunk's name, and of its tensors with their names, types and shapes."""
+    """Return a checksum of a chunk's name, and of its tensors: names, types, shapes, numbers."""
     checksum = zlib.crc32(name.encode())
     for key in sorted(tensors):
         tensor = tensors[key].contiguous()
