@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from features import Pair, rounds, words
 from features import random_tree as tree_at
 from models import VOCAB, random_tree, spread_out
-from quickbeam.drafters import feature as of_feature
+from quickbeam.drafters import scoring
 from quickbeam.drafters.base import DraftProbs
 from quickbeam.drafters.eagle import rank
 from quickbeam.drafters.largest import largest_plain
@@ -410,7 +410,7 @@ def test_the_heads_part_of_a_call_is_in_its_pass(kind, graphs_on_the_cpu, monkey
     text = pair.begin(words(random.Random(0), 7), 5)
     monkeypatch.setattr(Graphs, "run", not_noted)
     # what the target's last logits make likely is no part of the drafter's call
-    monkeypatch.setattr(of_feature, "largest", lambda *args, **more: [([1, 2], [0.5, 0.1])])
+    monkeypatch.setattr(scoring, "largest", lambda *args, **more: [([1, 2], [0.5, 0.1])])
     with operations:
         probs = pair.drafter.answer([text.request(TokenTree(5), [0])])[0]
     assert len(probs.likeliest) == 1
