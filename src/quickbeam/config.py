@@ -202,7 +202,8 @@ class DrafterOptions(Options):
         default=None, metadata={"metavar": "MODEL", "common": True, "rule": SOURCE}
     )
     """What drafts, for the methods that draft with a model: a smaller model, a feature or block
-    drafter; mtp, a head in the files of the model itself; or self, a copy of the model in 4 bits.
+    drafter; mtp, a head in the files of the model itself; self, a copy of the model in 4 bits; or
+    auto, what a short measurement at load finds fastest of those on this machine, or none.
     Default: the one that comes with the model, if there is one."""
     draft_weights: str | None = field(default=None, metadata={"choices": WEIGHTS})
     """Quantise the weights of a smaller model that drafts. Default: as the model's."""

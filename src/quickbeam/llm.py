@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import reprlib
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, overload
@@ -25,11 +27,13 @@ from quickbeam.config import (
     takes,
 )
 from quickbeam.drafters.base import Drafter
+from quickbeam.drafters.candidates import Candidate, list_candidates
 from quickbeam.drafters.loading import load_drafter
 from quickbeam.drafters.mtp import runs_mtp
 from quickbeam.drafters.predicted_text import GAP
 from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.engine import Engine
+from quickbeam.engine.gain import GREEDY, Trial, best_trial, measure_gain, timed
 from quickbeam.engine.kept_prefixes import KeptPrefixes
 from quickbeam.engine.loop import Client, EngineThread, refuse_copy
 from quickbeam.engine.method_store import LoadDrafter, MethodStore
@@ -38,12 +42,12 @@ from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import Request
 from quickbeam.engine.stream import Stream
 from quickbeam.engine.trace import StepRecord
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import InvalidInput, QuickbeamError, first_line
 from quickbeam.grammar.compiler import GrammarCompiler
 from quickbeam.grammar.spec import Grammar
 from quickbeam.hub.mtp import MTP
 from quickbeam.machine import in_own_thread
-from quickbeam.methods import check_options, stand_in, tree_budget
+from quickbeam.methods import check_options, preset, stand_in, tree_budget
 from quickbeam.models import builtin
 from quickbeam.models.base import Model
 from quickbeam.models.compile.native_model import kernels_on
@@ -87,12 +91,16 @@ CACHED_SKELETONS = 16  # lists of tools: agents send the same with each turn
 MAX_TOKEN_CHARACTERS = 16
 
 
+logger = logging.getLogger(__name__)
+
+
 class LLM:
     """A causal language model that drafts ahead and gives the answers of plain decoding.
 
     It takes the options that `quickbeam.config.LLMOptions` explains, by name; `model` and `method`
     may also be given in this order. A method that can't do without a drafter needs one. Raises
-    `InvalidInput` for options that can't be used, before any work.
+    `InvalidInput` for options that can't be used, before any work. With `drafter="auto"`,
+    `drafter_trials` are the drafters that were measured.
 
     Any number of answers may be under way at once, from any threads. They share each pass, and none
     depends on the others. `close` ends them all; leaving a `with` block does the same.
@@ -135,9 +143,18 @@ class LLM:
         )
 
         # its drafter
+        self.drafter_trials: list[Trial] = []
         drafter = options.drafter or hub.drafter_of(options.source)
         if drafter == MTP and options.drafter is None and not runs_mtp(loaded.model):
             drafter = None
+        if drafter == hub.AUTO:
+            candidates = list_candidates(options.source, folder, loaded.model, loaded.tokenizer)
+            for candidate in candidates:
+                if progress is not None:
+                    progress(f"measuring the drafter {candidate.name}", None)
+                trial = try_drafter(candidate, loaded, name, folder, options)
+                self.drafter_trials.append(trial)
+            drafter = _choose_drafter(self.drafter_trials, options.method)
 
         def load(model: Model, tokenizer: Any) -> Drafter:
             return load_drafter(
@@ -176,6 +193,7 @@ class LLM:
         options = options or LLMOptions()
         llm = cls.__new__(cls)
         llm.folder = ""
+        llm.drafter_trials = []
         llm._start(loaded, name, options, load_drafter, _answer_memory(options, name))
         return llm
 
@@ -564,6 +582,64 @@ def prepare_kernels(
     need them."""
     kernel_choice.requested()  # raises for unknown words, even where no kernels are used
     return kernels_on(device, dtype, lambda stage: progress and progress(stage, None))
+
+
+def drafter_gain(llm: LLM) -> float:
+    """Return what the drafter of a model gains (see `measure_gain`)."""
+
+    def answer(prompt: str, method: str) -> tuple[int, float]:
+        ids = llm.tokenizer(prompt)["input_ids"]
+        return timed(lambda: llm.stream(ids, GREEDY, method=method))
+
+    return measure_gain(llm.method, answer)
+
+
+def try_drafter(
+    candidate: Candidate,
+    loaded: LoadedModel,
+    name: str,
+    folder: str,
+    options: LLMOptions,
+    measure: Callable[[LLM], float] = drafter_gain,
+) -> Trial:
+    """Load a candidate for a loaded model, measure what it gains, and let go of it.
+
+    `name`, `folder`: the model's. `options`: of the `LLM` that would draft with the candidate.
+    """
+
+    def load(model: Model, tokenizer: Any) -> Drafter:
+        return load_drafter(
+            candidate.name,
+            model,
+            tokenizer,
+            model=folder,
+            weights=options.draft_weights,
+            kernels=library.kernels(),
+        )
+
+    method = options.method if preset(options.method).uses_drafter else "auto"
+    # nothing of the measured answers stays
+    trial_options = replace(
+        options, method=method, memory_of_answers=0, keep=None, share_prefixes=False
+    )
+    try:
+        with LLM.of_loaded(loaded, name, trial_options, load) as llm:
+            llm.prepare(method)
+            return Trial(candidate, measure(llm))
+    except QuickbeamError as error:
+        return Trial(candidate, 0.0, first_line(error))
+
+
+def _choose_drafter(trials: Sequence[Trial], method: str) -> str | None:
+    """Return the drafter of the best trial, None where none pays, and log the reasons."""
+    for trial in trials:
+        logger.info("%s", trial)
+    best = best_trial(trials, method)
+    if best is None:
+        logger.warning("no drafter on this machine pays for this model: it drafts without one")
+        return None
+    logger.info("the drafter is %s", best.candidate.name)
+    return best.candidate.name
 
 
 def _answer_memory(options: LLMOptions, model: str) -> AnswerMemory | None:

@@ -214,7 +214,7 @@ def written_stages() -> ReportProgress:
 @contextmanager
 def loading_progress(*names: str | PathLike[str] | None) -> Iterator[ReportProgress]:
     """Show on stderr that the models of these names are loaded; the first is the target's."""
-    without_download = (None, *hub.OWN_FILES, *hub.EMBEDDED)
+    without_download = (None, *hub.DRAFTER_WORDS, *hub.EMBEDDED)
     absent = [
         name
         for name in names

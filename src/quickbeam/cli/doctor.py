@@ -21,7 +21,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from quickbeam import __version__, hub
-from quickbeam.cli.common import harmless, progress_bar
+from quickbeam.cli.common import check_models, harmless, loading_progress, progress_bar
 from quickbeam.errors import InvalidInput
 from quickbeam.hub.cache import cache_folder
 from quickbeam.machine import cpu_name, usable_cores
@@ -191,6 +191,24 @@ def model() -> Finding:
     return Finding(NOTE, f"{text}: the first answer waits for it", "quickbeam pull")
 
 
+def drafter(source: str) -> Finding:
+    """Load a model, and say which drafters of this machine fit it and what each gains."""
+    check_models(source)
+    from quickbeam.engine.gain import best_trial
+    from quickbeam.llm import LLM
+
+    with loading_progress(source) as progress:
+        llm = LLM(source, drafter=hub.AUTO, progress=progress)
+    with llm:
+        trials = llm.drafter_trials
+        best = best_trial(trials, llm.method)
+    text = "; ".join(map(harmless, map(str, trials))) or "none for this model is on this machine"
+    if best is None:
+        todo = f"download a smaller model of its family, or quickbeam train --model {source}"
+        return Finding(NOTE, text, todo)
+    return Finding(OK, text, f"--drafter {best.candidate.name}, or --drafter auto")
+
+
 CHECKS = (cpu, load, memory, gpu, kernels, packages, extras, model)
 
 
@@ -203,6 +221,14 @@ def look(check: Callable[[], Finding]) -> Finding:
 
 
 def doctor(
+    model_name: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="Load this model, and measure what the drafters on this machine gain for it.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON record.")] = False,
 ) -> None:
     """Say what makes quickbeam slow or unable to run here.
@@ -210,6 +236,9 @@ def doctor(
     Exit code 1 where models can't run.
     """
     findings = {check.__name__: look(check) for check in CHECKS}
+    if model_name is not None:
+        source = model_name
+        findings["drafter"] = look(lambda: drafter(source))
     can_run = all(finding.status != PROBLEM for finding in findings.values())
     if as_json:
         rows = [{"check": name, **finding._asdict()} for name, finding in findings.items()]

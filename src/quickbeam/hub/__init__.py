@@ -28,7 +28,8 @@ DRAFTERS = Path(__file__).parents[1] / "drafters"
 TRAINED = "trained"  # the folder in the cache of drafters that `quickbeam train` made
 HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
 SELF = "self"  # the drafter that is a copy of the model in fewer bits
-OWN_FILES = (MTP, SELF)  # drafters that are read from the model's own files
+AUTO = "auto"  # the drafter of this machine that a measurement finds best, or none
+DRAFTER_WORDS = (MTP, SELF, AUTO)  # drafters that are no folder, file or id
 PATIENCE = 8.0  # seconds after which the hub counts as out of reach
 CONFIGS = ("config.json", "adapter_config.json")  # a model's folder holds one of them
 ADVICE = "free some space there, or set QUICKBEAM_CACHE to a folder that you can write to"
@@ -130,7 +131,7 @@ def check_source(model: str) -> None:
             "leave the option out"
         )
     path = Path(model).expanduser()
-    if model in EMBEDDED or model in OWN_FILES:
+    if model in EMBEDDED or model in DRAFTER_WORDS:
         return
     if path.is_dir():
         if not any((path / file).is_file() for file in CONFIGS):
@@ -150,7 +151,7 @@ def check_hub(model: str) -> None:
 
     Other names pass.
     """
-    if model in EMBEDDED or model in OWN_FILES or Path(model).expanduser().exists():
+    if model in EMBEDDED or model in DRAFTER_WORDS or Path(model).expanduser().exists():
         return
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
