@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from time import sleep
 
@@ -14,13 +15,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cases import refuses
 from checkpoints import LLAMA, eagle1
 from checkpoints import write as write_head
+from gguf_files import block_drafter, model_of
+from gguf_files import write as write_gguf
 from quickbeam import LLM, SamplingParams, hub, llm
 from quickbeam.cli import doctor
+from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.candidates import Candidate, list_candidates
 from quickbeam.engine import gain
 from quickbeam.engine.gain import Trial, best_trial, measure_gain
 from quickbeam.models.opening import open_model
 from scripts import cli
+from test_block_drafter import KINDS
 
 CPU = torch.device("cpu")
 WIDTH = 64  # of the large model; the toy's is 32
@@ -106,6 +111,21 @@ def test_a_head_of_the_models_width(models):
     (models / "head" / "config.json").write_text(json.dumps(LLAMA | head | {"hidden_size": WIDTH}))
     (one, *_) = found(models / "large")
     assert one.name == str(models / "head") and "EAGLE" in one.reason
+
+
+def test_gguf_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    large = tmp_path / "large.gguf"
+    write_gguf(large, "llama", model_of("llama", num_hidden_layers=6))
+    assert nearby(large) == set()
+    write_gguf(tmp_path / "other-tokens.gguf", "llama", model_of("llama"), control=("<x>",))
+    small = tmp_path / "small.gguf"
+    write_gguf(small, "llama", model_of("llama", num_hidden_layers=1))
+    sizes = {"hidden_size": 64, "target_size": 64, "vocab_size": 288, "mask_token": 287}
+    for name, width in (("head", 64), ("narrow", 32)):
+        config = replace(KINDS["confident"], **sizes | dict(target_size=width, hidden_size=width))
+        block_drafter(tmp_path / f"{name}.gguf", BlockNetwork(config))
+    assert nearby(large) == {small, tmp_path / "head.gguf"}
 
 
 def test_a_copy_in_4_bits_for_bfloat16_alone(models):

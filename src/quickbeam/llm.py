@@ -588,7 +588,8 @@ def drafter_gain(llm: LLM) -> float:
     """Return what the drafter of a model gains (see `measure_gain`)."""
 
     def answer(prompt: str, method: str) -> tuple[int, float]:
-        ids = llm.tokenizer(prompt)["input_ids"]
+        is_chat = getattr(llm.tokenizer, "chat_template", None) is not None
+        ids = llm.encode_chat(prompt) if is_chat else llm.tokenizer(prompt)["input_ids"]
         return timed(lambda: llm.stream(ids, GREEDY, method=method))
 
     return measure_gain(llm.method, answer)
@@ -626,7 +627,8 @@ def try_drafter(
         with LLM.of_loaded(loaded, name, trial_options, load) as llm:
             llm.prepare(method)
             return Trial(candidate, measure(llm))
-    except QuickbeamError as error:
+    except Exception as error:  # of files that nobody named, which may hold anything
+        logger.debug("the drafter %s can't be measured", candidate.name, exc_info=True)
         return Trial(candidate, 0.0, first_line(error))
 
 

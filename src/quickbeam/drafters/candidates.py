@@ -143,11 +143,13 @@ def _entries(folder: Path) -> list[Path]:
 def _head_fits(place: Path, layout: Layout, target: Model) -> bool:
     """Whether a head's configuration has the target's width and, if it says, its vocabulary."""
     if place.suffix == ".gguf":
-        width = GgufFile(place).metadata.get(f"{DFLASH}.{GGUF_KEYS['hidden_size']}")
+        metadata = GgufFile(place).metadata
+        own_width = metadata.get(f"{DFLASH}.{GGUF_KEYS['hidden_size']}")
+        width = metadata.get(f"{DFLASH}.target_hidden_size", own_width)
         return bool(width == target.config.hidden_size)
-    record = read_json(place / "config.json")
-    fields = layout.fields(record)
-    width = record.get("backbone_hidden_size") or fields.get("hidden_size")
+    fields = layout.fields(read_json(place / "config.json"))
+    names = ("target_hidden_size", "backbone_hidden_size", "hidden_size")
+    width = next((fields[name] for name in names if fields.get(name)), None)
     if width != target.config.hidden_size:
         return False
     return fields.get("vocab_size") in (None, target.vocab_size)

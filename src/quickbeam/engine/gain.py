@@ -15,9 +15,10 @@ Answer = Callable[[str, str], tuple[int, float]]  # a prompt and a method to tok
 
 # our own, and none of a benchmark: prose, code, and an answer that repeats words of its prompt
 PROMPTS = (
-    "A letter to a friend about the first week in a new town, and what the market there sells:\n",
-    "# Python: read a CSV file of names and birthdays, and print who has a birthday this month\n",
-    "Shopping list: two onions, a loaf of bread, some milk.\nThe same list with prices: two onions",
+    "Write a letter to a friend about your first week in a new town, and what the market sells.",
+    "Write a Python function that reads a CSV file of names and birthdays and returns the names of "
+    "those who have their birthday this month.",
+    "Sort this shopping list by the alphabet: two onions, a loaf of bread, some milk, ten apples.",
 )
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
 SECONDS = 1.0  # after which an answer is ended
