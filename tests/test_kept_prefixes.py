@@ -6,13 +6,13 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from docs import save_drafter
-from quickbeam.engine import kept_prefixes
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.kept_prefixes import KeptPrefixes, _checksum
 from quickbeam.llm import LLM
@@ -198,14 +198,47 @@ def test_files_are_bounded_and_those_used_last_stay(tmp_path):
     kept.save(names[0], {"kv": torch.zeros(200)})
     assert kept.load(names[2]) is None and kept.load(names[1]) is not None
     kept.save(names[2], {"kv": torch.zeros(4000)})  # larger than all may be
-    assert kept.load(names[2]) is None
+    assert kept.load(names[2]) is None and kept.load(names[1]) is not None
+
+
+def test_files_that_another_process_removes_stop_nothing(tmp_path, monkeypatch, caplog):
+    kept = KeptPrefixes(tmp_path, "m", 3500)
+    name = kept.name(kept.root, [1])
+    glob = Path.glob
+    with monkeypatch.context() as patch:  # removed while the files are counted
+        gone = tmp_path / "gone.prefix"
+        patch.setattr(Path, "glob", lambda path, pattern: [gone, *glob(path, pattern)])
+        kept.save(name, {"kv": torch.zeros(200)})
+    assert kept.load(name) is not None
+
+    from_file = torch.UntypedStorage.from_file
+    opened = []
+
+    def removed(path, *more, **named):  # behind the header, which was read before
+        opened.append(path)
+        (tmp_path / f"{name}.prefix").unlink()
+        return from_file(path, *more, **named)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", removed)
+    assert kept.load(name) is None
+    assert opened and not caplog.records
+
+
+def test_parts_of_processes_that_never_were(tmp_path):
+    for process in ("9" * 30, "\u00b2", "x"):
+        (tmp_path / f"a.{process}.part").touch()
+    KeptPrefixes(tmp_path, "m", 3500)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_full_disk_is_said_once_and_serving_goes_on(folder, tmp_path, monkeypatch, caplog):
-    def full(*_):
+    write = Path.write_bytes
+
+    def full(path, content):
+        write(path, content[:100])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(kept_prefixes, "save_file", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     keep = tmp_path / "kept"
     assert answer(folder, keep)[0] == answer(folder, None)[0]
     said = [record for record in caplog.records if "no longer kept" in record.message]
@@ -227,24 +260,44 @@ def test_what_was_forgotten_is_read_anew(folder, tmp_path):
         assert llm.generate(TOKENS, PARAMS).statistics.cached_tokens == 0
 
 
+KILLED = {
+    "half written": """
+def write_bytes(path, content):
+    write(path, content[: len(content) // 2 if dies() else None])
+    if dies():
+        os.kill(os.getpid(), signal.SIGKILL)
+    writes.append(path)
+write = Path.write_bytes
+Path.write_bytes = write_bytes
+""",
+    "not named yet": """
+def replace(part, path):
+    if dies():
+        os.kill(os.getpid(), signal.SIGKILL)
+    writes.append(path)
+    rename(part, path)
+rename = os.replace
+kept_prefixes.os = SimpleNamespace(**vars(os) | {"replace": replace})
+""",
+}
+
+
 @pytest.mark.slow
-def test_a_killed_process_leaves_files_that_can_be_read(folder, tmp_path):
+@pytest.mark.parametrize("name", KILLED)
+def test_a_killed_process_leaves_files_that_can_be_read(folder, tmp_path, name):
     keep = tmp_path / "kept"
     program = textwrap.dedent(
         f"""
-        import os, signal, sys, time
+        import os, signal, time
+        from pathlib import Path
+        from types import SimpleNamespace
         from quickbeam.engine import kept_prefixes
         from quickbeam.llm import LLM
         from quickbeam.params import SamplingParams
         writes = []
-        write = kept_prefixes.save_file
-        def save_file(tensors, path, metadata):
-            writes.append(path)
-            write(tensors, path, metadata)
-            if len(writes) == 4:  # written, not named yet
-                os.kill(os.getpid(), signal.SIGKILL)
-        kept_prefixes.save_file = save_file
+        dies = lambda: len(writes) == 3
         llm = LLM({folder!r}, keep={str(keep)!r})
+        exec({KILLED[name]!r})
         llm.generate({TOKENS}, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
         time.sleep(60)
         """

@@ -84,7 +84,7 @@ def by_kernels(isa, of, name):
     stack = Stack("", "", (), Norm((), 0.0), scoring(of))
     read = SmallParameters(numbers.__getitem__, kernels, wide)
     pages, angles = PagePool([], kernels, None, dtype), AngleTable(None, stack)
-    compiler = StackCompiler(program, stack, place, read, pages, angles, INPUTS)
+    compiler = StackCompiler(program, stack, place, read, pages, angles, INPUTS, wide)
     add_experts(compiler, of, source, target)
 
     def run(x):

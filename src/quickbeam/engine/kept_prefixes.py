@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 logger = logging.getLogger(__name__)
 SUFFIX = ".prefix"
@@ -38,8 +38,8 @@ class KeptPrefixes:
         self._failed = False
         for part in folder.glob(f"*.*{PART}"):
             *_, process, _ = part.name.split(".")
-            if process.isdigit() and not psutil.pid_exists(int(process)):  # it was killed
-                with suppress(OSError):
+            with suppress(OSError, OverflowError):  # the latter: no process has such a number
+                if process.isdecimal() and not psutil.pid_exists(int(process)):  # it was killed
                     part.unlink()
 
     def name(self, parent: str, key: Sequence[int]) -> str:
@@ -49,15 +49,17 @@ class KeptPrefixes:
     def load(self, name: str) -> dict[str, torch.Tensor] | None:
         """Return the tensors of a chunk; None if it is not kept or its file is damaged."""
         path = self._path(name)
-        if not path.exists():
-            return None
         try:
             with safe_open(path, "pt") as file:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
                 checksum = (file.metadata() or {}).get("checksum")
             if checksum != _checksum(name, tensors):
                 raise ValueError("its content is not what was written")
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+            if not path.exists():  # another process has removed it meanwhile
+                return None
             logger.warning("a kept prefix is ignored: %s is damaged (%s)", path, error)
             return None
         self.touch(name)
@@ -77,7 +79,8 @@ class KeptPrefixes:
         try:
             self._folder.mkdir(exist_ok=True)
             if self._make_room(sum(tensor.nbytes for tensor in tensors.values()), path):
-                save_file(dict(tensors), part, {"checksum": _checksum(name, tensors)})
+                # `save_file` would write under a name that nobody removes if the process is killed
+                part.write_bytes(save(dict(tensors), {"checksum": _checksum(name, tensors)}))
                 os.replace(part, path)
         except (OSError, SafetensorError) as error:
             self._failed = True
@@ -87,7 +90,12 @@ class KeptPrefixes:
 
     def _make_room(self, needed: int, path: Path) -> bool:
         """Remove the files used longest ago; return whether `path` may have so many bytes."""
-        files = [(entry.stat(), entry) for entry in self._folder.glob(f"*{SUFFIX}")]
+        if needed > self._limit:
+            return False
+        files = list[tuple[os.stat_result, Path]]()
+        for entry in self._folder.glob(f"*{SUFFIX}"):
+            with suppress(FileNotFoundError):  # another process has removed it
+                files.append((entry.stat(), entry))
         files.sort(key=lambda file: file[0].st_mtime_ns)
         used = sum(stat.st_size for stat, entry in files if entry != path)
         for stat, entry in files:
