@@ -130,7 +130,8 @@ def attend(kernels, stores, query, prefix, paths, scaling, **variations):
     program.attend(*both, heads, shape, 0, scaling, **variations)
     out = torch.full((n, heads, shape.value_dim), torch.nan, dtype=torch.bfloat16)
     spans = [(count, store.table) for count, store in stores]
-    rows = rows_of(spans, [0] * n, [0] * n, prefix, paths)
+    slots = [path[-1] if path else seen - 1 for seen, path in zip(prefix, paths, strict=True)]
+    rows = rows_of(spans, [0] * n, slots, prefix, paths)
     program.run(rows, {"query": reference.sort_queries(query, shape.kv_heads), "out": out})
     return out
 

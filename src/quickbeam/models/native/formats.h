@@ -89,7 +89,9 @@ inline int64_t scale_bytes(Scales scales, int64_t groups) {  // of at most eight
   return 0;
 }
 // Bytes of at most eight groups, values and scales.
-inline int64_t eight_bytes(const Layout& of, int64_t groups) { return (groups * of.bits * 64 + scale_bytes(of.scales, groups) + 63) / 64 * 64; }
+inline int64_t eight_bytes(const Layout& of, int64_t groups) {
+  return groups == 0 ? 0 : (groups * of.bits * 64 + scale_bytes(of.scales, groups) + 63) / 64 * 64;
+}
 inline int64_t block_bytes(int32_t format, int64_t inputs) {
   const Layout& of = LAYOUTS[format];
   if (of.scales == NONE) return inputs * of.bits * 2;
