@@ -224,6 +224,23 @@ def test_files_that_another_process_removes_stop_nothing(tmp_path, monkeypatch, 
     assert opened and not caplog.records
 
 
+def test_two_engines_of_a_process_write_the_same_chunk(tmp_path, monkeypatch, caplog):
+    engines = [KeptPrefixes(tmp_path, "m", 3500) for _ in range(2)]
+    name = engines[0].name(engines[0].root, [1])
+    write = Path.write_bytes
+    others = [engines[1]]
+
+    def write_bytes(path, content):
+        write(path, content)
+        if others:
+            others.pop().save(name, {"kv": torch.zeros(200)})
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    engines[0].save(name, {"kv": torch.zeros(200)})
+    assert not others and not caplog.records
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.prefix"]
+
+
 def test_parts_of_processes_that_never_were(tmp_path):
     for process in ("9" * 30, "\u00b2", "x"):
         (tmp_path / f"a.{process}.part").touch()

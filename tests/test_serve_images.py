@@ -320,6 +320,17 @@ def test_other_kinds_of_pixels():
     assert pixels_of(file_of(palette, transparency=0)).getpixel((1, 1)) == (255, 255, 255)
 
 
+def test_images_of_pillows_that_cannot_be_read():
+    from PIL import Image
+
+    cut = Image.open(io.BytesIO(file_of(picture(4, 200, 200), "JPEG")[:-900]))  # not decoded yet
+    for image in (cut, picture(4).convert("LA").convert("La")):
+        with pytest.raises(images.InvalidInput, match="the image can't be read"):
+            PromptImage(image)
+    with pytest.raises(images.InvalidInput, match="of too many pixels: at most 32 million"):
+        PromptImage(file_of(Image.new("1", (20000, 20000))))
+
+
 def test_what_python_gives(llm, tmp_path):
     image = picture(5)
     path = tmp_path / "image.png"

@@ -14,7 +14,7 @@ from quickbeam.models.native import library
 from quickbeam.models.native.quantised import INT4, INT8, Packed
 
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 31, 33, 64]
-SHAPES = [(64, 48), (32, 16), (34, 40), (96, 17), (160, 217), (2, 1)]
+SHAPES = [(64, 48), (32, 16), (34, 40), (96, 17), (160, 217), (2, 1), (290, 17), (576, 20)]
 kinds = pytest.mark.parametrize("name", [INT8, INT4])
 
 

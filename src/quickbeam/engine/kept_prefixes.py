@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -75,7 +76,8 @@ class KeptPrefixes:
         if self._failed:
             return
         path = self._path(name)
-        part = path.with_name(f"{name}.{os.getpid()}{PART}")
+        # a process may have two engines, and processes of two containers the same number
+        part = path.with_name(f"{name}-{secrets.token_hex(8)}.{os.getpid()}{PART}")
         try:
             self._folder.mkdir(exist_ok=True)
             if self._make_room(sum(tensor.nbytes for tensor in tensors.values()), path):

@@ -78,7 +78,10 @@ class PromptImage:
         else:
             image = source
             _check_size(image)
-            self._pixels = _upright_rgb(image)
+            try:
+                self._pixels = _upright_rgb(image)
+            except Exception as error:  # of its file, which Pillow reads only now, or of its mode
+                raise _unreadable(error) from error
             self.size = self._pixels.size
             identity = repr(self.size).encode() + self._pixels.tobytes()
         self.digest = hashlib.sha256(identity).digest()
@@ -112,7 +115,7 @@ class PromptImage:
 def _unreadable(error: Exception) -> InvalidInput:
     name = type(error).__name__
     if name in ("DecompressionBombError", "DecompressionBombWarning"):
-        return _too_large("its pixels")
+        return _too_large("too many pixels")
     if name == "UnidentifiedImageError":
         return InvalidInput(
             f"the image can't be read: it is no whole file of a known kind ({READ})"
