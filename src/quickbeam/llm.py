@@ -156,19 +156,9 @@ class LLM:
                 self.drafter_trials.append(trial)
             drafter = _choose_drafter(self.drafter_trials, options.method)
 
-        def load(model: Model, tokenizer: Any) -> Drafter:
-            return load_drafter(
-                str(drafter),
-                model,
-                tokenizer,
-                model=folder,
-                progress=progress,
-                weights=options.draft_weights,
-                kernels=library.kernels(),
-            )
-
         self.folder = folder
-        self._start(loaded, name, options, load if drafter else None, answers)
+        load = drafter_loader(str(drafter), folder, options, progress) if drafter else None
+        self._start(loaded, name, options, load, answers)
         if options.keep is not None and options.prefix_bytes and options.share_prefixes:
             files = Path(f"{options.keep}.prefixes")
             identity = self._identity(str(drafter))
@@ -584,6 +574,25 @@ def prepare_kernels(
     return kernels_on(device, dtype, lambda stage: progress and progress(stage, None))
 
 
+def drafter_loader(
+    drafter: str, folder: str, options: LLMOptions, progress: ReportProgress | None = None
+) -> LoadDrafter:
+    """Return what loads `drafter` for the model in `folder`."""
+
+    def load(model: Model, tokenizer: Any) -> Drafter:
+        return load_drafter(
+            drafter,
+            model,
+            tokenizer,
+            model=folder,
+            progress=progress,
+            weights=options.draft_weights,
+            kernels=library.kernels(),
+        )
+
+    return load
+
+
 def drafter_gain(llm: LLM) -> float:
     """Return what the drafter of a model gains (see `measure_gain`)."""
 
@@ -608,22 +617,13 @@ def try_drafter(
     `name`, `folder`: the model's. `options`: of the `LLM` that would draft with the candidate.
     """
 
-    def load(model: Model, tokenizer: Any) -> Drafter:
-        return load_drafter(
-            candidate.name,
-            model,
-            tokenizer,
-            model=folder,
-            weights=options.draft_weights,
-            kernels=library.kernels(),
-        )
-
     method = options.method if preset(options.method).uses_drafter else "auto"
     # nothing of the measured answers stays
     trial_options = replace(
         options, method=method, memory_of_answers=0, keep=None, share_prefixes=False
     )
     try:
+        load = drafter_loader(candidate.name, folder, options)
         with LLM.of_loaded(loaded, name, trial_options, load) as llm:
             llm.prepare(method)
             return Trial(candidate, measure(llm))

@@ -190,15 +190,15 @@ static void put_float8(const uint8_t* q, uint8_t* to, int64_t lane) {
 static void repack(int32_t format, const uint8_t* rows, int64_t row_bytes, int64_t outputs, int64_t inputs, uint8_t* to) {
   const Layout& of = LAYOUTS[format];
   const FileBlock block = file_block(format);
-  const int64_t groups = groups_of(inputs), bytes = of.bits * 64;
+  const int64_t groups = groups_of(inputs);
   std::memset(to, 0, size_t(block_bytes(format, inputs)));
   uint8_t q[256];
   for (int64_t lane = 0; lane < outputs; ++lane) {
     const uint8_t* from = rows + lane * row_bytes;
     for (int64_t i = 0; i < inputs; i += block.inputs, from += block.bytes) {
       values_of(format, from, q);
-      const int64_t g = i / GROUP, eight = g / SUPER_GROUPS * SUPER_GROUPS, some = std::min(SUPER_GROUPS, groups - eight);
-      put_scales(format, from, to + group_place(of, eight) + some * bytes, some, g - eight, lane);
+      const int64_t g = i / GROUP, eight = g / SUPER_GROUPS * SUPER_GROUPS;
+      put_scales(format, from, to + scales_place(of, groups, eight), eight_count(groups, eight), g - eight, lane);
       for (int64_t k = 0; k < block.inputs; k += GROUP) {
         uint8_t* group = to + group_place(of, (i + k) / GROUP);
         if (is_float8(of.scales)) put_float8(q + k, group, lane);
@@ -211,7 +211,7 @@ static void repack(int32_t format, const uint8_t* rows, int64_t row_bytes, int64
 // The numbers that output `lane` of a block stands for, [inputs].
 static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t lane, float* to) {
   const Layout& of = LAYOUTS[format];
-  const int64_t groups = groups_of(inputs), bytes = of.bits * 64;
+  const int64_t groups = groups_of(inputs);
   const uint8_t* scales = block + group_place(of, groups);  // of OUTPUT
   const auto lane_of = [lane](const Lanes& x) {
     float v[16];
@@ -222,9 +222,8 @@ static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t 
   for (int64_t g = 0; g < groups; ++g) {
     const uint8_t* values = block + group_place(of, g);
     if (g % SUPER_GROUPS == 0 && of.scales != OUTPUT) {
-      const int64_t some = std::min(SUPER_GROUPS, groups - g);
-      scales = values + some * bytes;
-      load_scales(of.scales, scales, some, eight);
+      scales = block + scales_place(of, groups, g);
+      load_scales(of.scales, scales, eight_count(groups, g), eight);
     }
     const auto& own = eight.of[g % SUPER_GROUPS];
     float by[2], plus[2] = {};  // of the two halves of the group

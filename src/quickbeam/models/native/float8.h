@@ -40,7 +40,7 @@ static void float8_tile(const Layout& of, const float* x, int64_t x_stride, cons
     for (auto& of_row : s)
       for (Lanes& sum : of_row) sum = zero();
     const int64_t first = k * shared * GROUP, eight = k * shared / SUPER_GROUPS * SUPER_GROUPS;
-    const uint8_t *values = w + group_place(of, k * shared), *scales = w + group_place(of, eight) + std::min(SUPER_GROUPS, groups - eight) * 512;
+    const uint8_t *values = w + group_place(of, k * shared), *scales = w + scales_place(of, groups, eight);
     for (int64_t i = first; i < std::min(inputs, first + shared * GROUP); ++i) {
       Lanes v[B];
       for (int b = 0; b < B; ++b) v[b] = load_float8(values + b * w_stride + (i - first) * 16);

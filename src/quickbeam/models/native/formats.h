@@ -31,9 +31,9 @@ enum Format : int32_t {
 };
 
 // Scales, and lowest values where there are any. By group but for OUTPUT:
-//   OUTPUT: float [16] for all groups, behind the last of them. HALF: half precision [16]. PAIR: half precision [2][16], scales and lowest values. EXPONENT: bytes
-//   [16], each the exponent of a power of two. ZERO: float [16], and behind all of them bytes [16], zero points: whole numbers that are taken
-//   from values first. FLOAT: float [16], of float8 numbers. ZERO_4, FLOAT_4: for every four groups.
+//   OUTPUT: float [16] for all groups, behind the last of them. HALF: half precision [16]. PAIR: half precision [2][16], scales and lowest
+//   values. EXPONENT: bytes [16], each the exponent of a power of two. ZERO: float [16], and behind all of them bytes [16], zero points: whole
+//   numbers that are taken from values first. FLOAT: float [16], of float8 numbers. ZERO_4, FLOAT_4: for every four groups.
 // By eight groups: whole numbers, behind all of them half precision numbers for the eight groups, which they are taken times. A name in _16
 // has them for the first and for the second 16 inputs of the group.
 //   SUPER: bytes [2][16], scales and minus the lowest values, half precision [2][16]. SUPER_16: bytes [2][16], each a scale (low half) and a
@@ -102,6 +102,9 @@ inline int64_t block_bytes(int32_t format, int64_t inputs) {
 inline int64_t group_place(const Layout& of, int64_t g) {
   return g / SUPER_GROUPS * eight_bytes(of, SUPER_GROUPS) + g % SUPER_GROUPS * of.bits * 64;
 }
+// Of `groups` groups in all: how many there are of the eight that begin with group g, and where their scales stand.
+inline int64_t eight_count(int64_t groups, int64_t g) { return std::min(SUPER_GROUPS, groups - g); }
+inline int64_t scales_place(const Layout& of, int64_t groups, int64_t g) { return group_place(of, g) + eight_count(groups, g) * of.bits * 64; }
 
 // 2^(x - 128), as GGUF has it.
 inline Lanes load_exponents(const uint8_t* p) {
@@ -180,10 +183,7 @@ inline void load_scales(Scales kind, const uint8_t* scales, int64_t count, Scale
 
 // The same of `groups` groups from w on, the first of eight. One function for all products, which would be large otherwise.
 QB_OF_ITS_OWN static void scales_of(const Layout& of, const uint8_t* w, int64_t groups, Scales8* to) {
-  for (int64_t g = 0; g < groups; g += SUPER_GROUPS, ++to) {
-    const int64_t some = std::min(SUPER_GROUPS, groups - g);
-    load_scales(of.scales, w + group_place(of, g) + some * of.bits * 64, some, *to);
-  }
+  for (int64_t g = 0; g < groups; g += SUPER_GROUPS, ++to) load_scales(of.scales, w + scales_place(of, groups, g), eight_count(groups, g), *to);
 }
 
 // Products of values of `BITS` bits with scales of a KIND: OUTPUT, HALF (of a group, whatever holds it), PAIR (lowest values as well), ZERO

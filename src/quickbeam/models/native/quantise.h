@@ -83,7 +83,7 @@ static void quantise_halves(const bf16* weight, int64_t stride, int64_t block, i
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t eight = g / SUPER_GROUPS * SUPER_GROUPS;
     uint8_t* values = to + group_place(of, g);
-    uint16_t* scales = reinterpret_cast<uint16_t*>(to + group_place(of, eight) + std::min(SUPER_GROUPS, groups - eight) * 256) + (g - eight) * 32;
+    uint16_t* scales = reinterpret_cast<uint16_t*>(to + scales_place(of, groups, eight)) + (g - eight) * 32;
     Tall w(weight, stride, block * 16, outputs, g * GROUP, inputs);
     Lanes low = load(w.of[0]), high = low;
     for (int64_t i = 1; i < GROUP; ++i) low = least(low, load(w.of[i])), high = greatest(high, load(w.of[i]));

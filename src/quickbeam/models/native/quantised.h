@@ -1,8 +1,9 @@
 // Products of bfloat16 rows with weights of few bits (`formats.h`), which are read once.
 //
 // A row is quantised by itself, each group of 32 inputs to whole numbers of -127 to 127 with a scale of its own. Where eight groups of weights
-// share a scale, eight groups of the row do: a small group's numbers are then finer by a power of two, by which its sums are moved. Groups' sums are whole numbers; scaled, they are added in float32, first group to last, by
-// the same few operations everywhere. So a row's bits depend neither on the other rows, nor on threads, nor on the instruction set:
+// share a scale, eight groups of the row do: a small group's numbers are then finer by a power of two, by which its sums are moved. Groups' sums
+// are whole numbers; scaled, they are added in float32, first group to last, by the same few operations everywhere. So a row's bits depend
+// neither on the other rows, nor on threads, nor on the instruction set:
 // `tests/quantised.py` has the same in PyTorch.
 #pragma once
 #include <algorithm>

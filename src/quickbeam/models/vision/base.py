@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from math import ceil, floor, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,6 +105,24 @@ class ImageFamily(ABC):
         std = np.array(self.setting("image_std", self.std), np.float32)
         normalised = (pixels.astype(np.float32) - mean) / std
         return torch.from_numpy(normalised.transpose(2, 0, 1).copy())
+
+
+def size_in_squares(
+    size: tuple[int, int], rounded: tuple[int, int], side: int, least: int, most: int
+) -> tuple[int, int]:
+    """Return the width and height, multiples of `side`, in which an image of `size` is read.
+
+    These are `rounded`, or those nearest to the image's shape with `least` to `most` pixels.
+    """
+    width, height = rounded
+    pixels = size[0] * size[1]
+    if width * height > most:
+        shrink = sqrt(pixels / most)
+        width, height = (max(side, floor(length / shrink / side) * side) for length in size)
+    elif width * height < least:
+        stretch = sqrt(least / pixels)
+        width, height = (ceil(length * stretch / side) * side for length in size)
+    return width, height
 
 
 def cut_up(image: Any, grid: Grid) -> list[Any]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, floor, sqrt
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from quickbeam.models.vision.base import BILINEAR, HALF, CutImage, ImageFamily, closest_grid, cut_up
+from quickbeam.models.vision.base import (
+    BILINEAR,
+    HALF,
+    CutImage,
+    ImageFamily,
+    closest_grid,
+    cut_up,
+    size_in_squares,
+)
 
 BEGIN, END, SMALL = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"
 
@@ -25,7 +32,11 @@ class Lfm2VL(ImageFamily):
         max_rows = self.max_rows(side * side)
         most_of_whole = min(int(self.setting("max_image_tokens", 256)), max(1, max_rows))
         least_of_whole = min(int(self.setting("min_image_tokens", 64)), most_of_whole)
-        width, height = _size_of_whole(image.size, side, least_of_whole, most_of_whole)
+        square = side * side
+        rounded = self._rounded(image.size, side)
+        width, height = size_in_squares(
+            image.size, rounded, side, least_of_whole * square, most_of_whole * square
+        )
         whole = self.normalised(self.resized(image, width, height))
         rows_of_whole = (width // side) * (height // side)
 
@@ -65,6 +76,10 @@ class Lfm2VL(ImageFamily):
     def _patch(self) -> int:
         return int(self.setting("encoder_patch_size", 16))
 
+    def _rounded(self, size: tuple[int, int], side: int) -> tuple[int, int]:
+        width, height = (max(side, round(length / side) * side) for length in size)
+        return width, height
+
     def _is_large(self, size: tuple[int, int], side: int) -> bool:
         """Whether an image is read in tiles, where the model reads as many rows as it likes."""
         width, height = (max(self._patch, round(length / side) * side) for length in size)
@@ -77,19 +92,3 @@ class Lfm2VL(ImageFamily):
         side = self._patch
         patches = tile.view(channels, height // side, side, width // side, side)
         return patches.permute(1, 3, 2, 4, 0).reshape(-1, side * side * channels)
-
-
-def _size_of_whole(size: tuple[int, int], side: int, least: int, most: int) -> tuple[int, int]:
-    """Return the width and height, multiples of `side`, in which an image is read whole.
-
-    It then has about `least` to `most` squares of `side` pixels.
-    """
-    width, height = (max(side, round(length / side) * side) for length in size)
-    pixels = size[0] * size[1]
-    if width * height > most * side * side:
-        shrink = sqrt(pixels / (most * side * side))
-        width, height = (max(side, floor(length / shrink / side) * side) for length in size)
-    elif width * height < least * side * side:
-        stretch = sqrt(least * side * side / pixels)
-        width, height = (ceil(length * stretch / side) * side for length in size)
-    return width, height

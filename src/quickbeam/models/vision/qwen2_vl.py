@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, floor, sqrt
 from typing import Any
 
 import torch
 
-from quickbeam.models.vision.base import CutImage, Grid, ImageFamily
+from quickbeam.models.vision.base import CutImage, Grid, ImageFamily, size_in_squares
 
 
 class Qwen2VL(ImageFamily):
@@ -50,13 +49,6 @@ class Qwen2VL(ImageFamily):
         least = self.setting("min_pixels", limits.get("shortest_edge", 56 * 56))
         most = self.setting("max_pixels", limits.get("longest_edge", 28 * 28 * 1280))
         most = min(most, max(1, self.max_rows(side * side)) * side * side)
-        least = min(least, most)
+        least = max(1, min(least, most))
         width, height = (round(length / side) * side for length in size)
-        pixels = size[0] * size[1]
-        if width * height > most:
-            shrink = sqrt(pixels / most)
-            width, height = (max(side, floor(length / shrink / side) * side) for length in size)
-        elif width * height < least:
-            stretch = sqrt(least / pixels)
-            width, height = (ceil(length * stretch / side) * side for length in size)
-        return max(side, width), max(side, height)
+        return size_in_squares(size, (width, height), side, least, most)
