@@ -28,6 +28,7 @@ from quickbeam.models.vision.reader import PromptIds, processor_settings, runs_o
 from quickbeam.models.weights.checkpoint import Checkpoint
 from quickbeam.params import SamplingParams
 from quickbeam.serve.fingerprint import fingerprint_of
+from running import braked
 
 pytest.importorskip("PIL", reason="images need Pillow")
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
@@ -351,7 +352,9 @@ def test_a_preempted_sequence_reads_its_images_again(models):
         alone = [llm.generate(prompt, params).token_ids for prompt in prompts]
         page = llm.model.pool.page
         llm.model.pool.limit = 2 * -(-len(prompts[0]) // page) + 3
-        answers = llm.generate(prompts, params)
+        with braked(llm.engine):  # until both are asked, however fast one is answered
+            streams = [llm.stream(prompt, params) for prompt in prompts]
+        answers = [stream.result() for stream in streams]
         assert [answer.token_ids for answer in answers] == alone
         assert sum(answer.statistics.preemptions for answer in answers) > 0
 
