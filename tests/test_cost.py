@@ -243,6 +243,22 @@ def test_steps_of_many_begin_with_what_their_rows_lead_one_to_expect():
         assert budget.kind == kind
 
 
+def test_a_trial_that_begins_with_much_reading_comes_later():
+    def first_trial(unread):
+        budget = MeasuredBudget(CostModel({1: 1.0, 64: 3.0}))
+        for step in itertools.count():
+            budget.begin("a method", 8, drafter="drafter", unread=lambda: unread)
+            if budget.kind == ASKED:
+                return step
+            budget.observe(8, budget.cost.of_pass(8), 0.0, asked=False)
+
+    # a token is guessed to take 0.04 of a pass of one row, and no more than 1 % may be lost
+    plain = CostModel({1: 1.0, 64: 3.0}).of_pass(8)
+    assert first_trial(0) <= MeasuredBudget.EXPLORE + 1
+    assert first_trial(30) == pytest.approx(30 * 0.04 / plain / MeasuredBudget.LOST, rel=0.1)
+    assert first_trial(10**6) in range(MeasuredBudget.LONGEST, MeasuredBudget.LONGEST + 2)
+
+
 def test_dear_rows_are_not_taken_and_cheap_ones_are():
     steep, flat = (
         MeasuredBudget(CostModel({1: 1.0, 64: 64.0})),
