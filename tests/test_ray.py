@@ -1,5 +1,6 @@
 """Replicas on Ray answer as plain decoding alone, whichever of them die."""
 
+import asyncio
 import gzip
 import json
 import os
@@ -10,6 +11,7 @@ import time
 import warnings
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -19,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cases import refuses
 from quickbeam import LLM, QuickbeamError, SamplingParams
 from quickbeam.config import ServerOptions
+from quickbeam.serve.affinity import ranked
 from scripts import cli
 from serving import chunks
 from test_batch import all_forty, command, forty
@@ -28,7 +31,7 @@ with warnings.catch_warnings():
     ray = pytest.importorskip("ray")
     from quickbeam.serve.actors import QuickbeamActor
     from quickbeam.serve.ray import build
-    from quickbeam.serve.replicas import Replica
+    from quickbeam.serve.replicas import PrefixRouter, Replica
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # likewise
 PORT = 8917
@@ -193,6 +196,26 @@ def test_two_replicas_of_the_default_model_serve(smollm2, cluster):
         time.sleep(0.5)
     assert ask() == alone
     serve.delete("quickbeam")
+
+
+@pytest.mark.parametrize(("requests", "groups"), [
+    ([0, 0, 0], [[0], [1], [2], [0, 1, 2]]), ([1, 0, 0], [[0], [1], [2], [0, 1, 2]]),
+    ([2, 1, 0], [[1], [2], [0, 1, 2]]), ([None, 2, 5], [[0], [0, 1, 2]]), ([2, 3, 2], [[0, 1, 2]]),
+])  # fmt: skip
+@pytest.mark.parametrize("session", ["abc", ""])
+def test_the_first_that_is_not_busy_is_asked(requests, groups, session):
+    names = ranked(session or "request", "abc")  # the first is the conversation's
+    replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
+    router = PrefixRouter.__new__(PrefixRouter)
+    router.initialize_state(max_running=2)
+    by_name = dict(zip(names, requests, strict=True))
+    router._replica_queue_len_cache = SimpleNamespace(get=lambda each: by_name[each.unique_id])
+    metadata = SimpleNamespace(session_id=session, internal_request_id="request")
+    pending = SimpleNamespace(metadata=metadata, routing_context=SimpleNamespace())
+    chosen = asyncio.run(router.choose_replicas(replicas[::-1], pending))
+    right = groups if session else [[0, 1, 2]]
+    assert chosen == [[replicas[i] for i in group] for group in right]
+    assert pending.routing_context.should_backoff
 
 
 class Conversation:
