@@ -63,7 +63,8 @@ def test_arguments_come_as_text():
     asked = {"replicas": "2", "threads": "3", "cpus": "0.25", "max_running": "4"}
     front = build(asked)._bound_deployment
     deployment = front.init_args[0]._bound_deployment
-    assert front.max_ongoing_requests == 2 * (4 + 128)
+    assert (front.num_replicas, front.max_ongoing_requests) == (1, 2 * (4 + 128))
+    assert build({**asked, "replicas": "9"})._bound_deployment.num_replicas == 3
     assert (deployment.num_replicas, deployment.max_ongoing_requests) == (2, 4 + 128)
     options = deployment.ray_actor_options
     assert options["num_cpus"] == 0.25
