@@ -21,7 +21,7 @@ from quickbeam.serve.actors import connect, environment, reason_of
 from quickbeam.serve.fingerprint import name_of
 from quickbeam.serve.replicas import Front, PrefixRouter, Replica
 
-REPLICAS_A_FRONT = 4  # a front passes on some 1,000 events a second
+REPLICAS_A_FRONT = 4  # a front, one process, passes on some 1,000 events a second
 HEALTH_PERIOD = 2.0  # seconds between checks of a replica's heartbeat
 
 
