@@ -22,6 +22,7 @@ from quickbeam.methods import METHODS
 from quickbeam.models import builtin
 from quickbeam.models.families import llama
 from quickbeam.serve.app import create_app
+from quickbeam.serve.metrics import expose
 from quickbeam.serve.runner import Runner
 from running import serving
 from scripts import captured, cli
@@ -233,7 +234,7 @@ def test_paths_and_metrics_are_those_of_the_server(toy_folder):
     with LLM(toy_folder, "ar") as llm:
         runner = Runner(ServerOptions(), llm)
         paths = {route.path for route in create_app(runner).routes}
-        exposed = runner.metrics.expose("")[0].decode()
+        exposed = expose(runner.metrics.registry, "")[0].decode()
     table = SERVING.split("| path | what it is |")[1].split("\n\n")[0]
     assert set(re.findall(r"`(/[\w/]*)`", table)) <= paths
     assert all(name in exposed for name in re.findall(r"`((?:vllm|quickbeam):\w+)`", SERVING))

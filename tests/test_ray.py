@@ -1,5 +1,8 @@
 """Replicas on Ray answer as plain decoding alone, whichever of them die."""
 
+import asyncio
+import gzip
+import json
 import os
 import signal
 import subprocess
@@ -8,14 +11,17 @@ import time
 import warnings
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cases import refuses
 from quickbeam import LLM, QuickbeamError, SamplingParams
 from quickbeam.config import ServerOptions
+from quickbeam.serve.affinity import ranked
 from scripts import cli
 from serving import chunks
 from test_batch import all_forty, command, forty
@@ -24,7 +30,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own
     ray = pytest.importorskip("ray")
     from quickbeam.serve.actors import QuickbeamActor
-    from quickbeam.serve.ray import Replica, build
+    from quickbeam.serve.ray import build
+    from quickbeam.serve.replicas import PrefixRouter, Replica
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # likewise
 PORT = 8917
@@ -54,7 +61,10 @@ def test_arguments_that_are_refused(asked, why):
 
 def test_arguments_come_as_text():
     asked = {"replicas": "2", "threads": "3", "cpus": "0.25", "max_running": "4"}
-    deployment = build(asked)._bound_deployment
+    front = build(asked)._bound_deployment
+    deployment = front.init_args[0]._bound_deployment
+    assert (front.num_replicas, front.max_ongoing_requests) == (1, 2 * (4 + 128))
+    assert build({**asked, "replicas": "9"})._bound_deployment.num_replicas == 3
     assert (deployment.num_replicas, deployment.max_ongoing_requests) == (2, 4 + 128)
     options = deployment.ray_actor_options
     assert options["num_cpus"] == 0.25
@@ -170,7 +180,7 @@ def test_two_replicas_of_the_default_model_serve(smollm2, cluster):
             return texts
 
     def running():
-        return replicas_of(psutil.Process(), "ServeReplica")
+        return replicas_of(psutil.Process(), "ServeReplica:quickbeam:replica")
 
     every = [SamplingParams(**given, seed=i) for i in range(8)]
     alone = [llm.generate(*asked, method="ar").text for asked in zip(prompts, every, strict=True)]
@@ -187,6 +197,154 @@ def test_two_replicas_of_the_default_model_serve(smollm2, cluster):
         time.sleep(0.5)
     assert ask() == alone
     serve.delete("quickbeam")
+
+
+@pytest.mark.parametrize(("requests", "groups"), [
+    ([0, 0, 0], [[0], [1], [2], [0, 1, 2]]), ([1, 0, 0], [[0], [1], [2], [0, 1, 2]]),
+    ([2, 1, 0], [[1], [2], [0, 1, 2]]), ([None, 2, 5], [[0], [0, 1, 2]]), ([2, 3, 2], [[0, 1, 2]]),
+])  # fmt: skip
+@pytest.mark.parametrize("session", ["abc", ""])
+def test_the_first_that_is_not_busy_is_asked(requests, groups, session):
+    names = ranked(session or "request", "abc")  # the first is the conversation's
+    replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
+    router = PrefixRouter.__new__(PrefixRouter)
+    router.initialize_state(max_running=2)
+    by_name = dict(zip(names, requests, strict=True))
+    router._replica_queue_len_cache = SimpleNamespace(get=lambda each: by_name[each.unique_id])
+    metadata = SimpleNamespace(session_id=session, internal_request_id="request")
+    pending = SimpleNamespace(metadata=metadata, routing_context=SimpleNamespace())
+    chosen = asyncio.run(router.choose_replicas(replicas[::-1], pending))
+    right = groups if session else [[0, 1, 2]]
+    assert chosen == [[replicas[i] for i in group] for group in right]
+    assert pending.routing_context.should_backoff
+
+
+class Conversation:
+    """Turns of one conversation, each asked with the answers before it."""
+
+    def __init__(self, client, number):
+        self._client = client
+        text = f"{number} is the question. " * 10
+        self._messages = [{"role": "user", "content": text}]
+
+    def body(self, **fields):
+        return {"messages": self._messages, "max_tokens": 6, "temperature": 0, **fields}
+
+    def ask(self):
+        """The prompt's tokens that were kept, once the next turn is answered."""
+        answer = self._client.post("/v1/chat/completions", json=self.body()).json()
+        message = answer["choices"][0]["message"]
+        said = {"role": "assistant", "content": message["content"]}
+        self._messages += [said, {"role": "user", "content": "Go on."}]
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def by_replica(client, name):
+    """The values of a metric by the replica's name, summed over other labels."""
+    values = {}
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name == name:
+                replica = sample.labels["replica"]
+                values[replica] = values.get(replica, 0) + sample.value
+    return values
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def pair(toy_folder, cluster):
+    """A client of two replicas that run one request at a time, as their options have it."""
+    from ray import serve
+
+    serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+    settings = {"served_names": ["toy"], "max_body": 300_000, "api_keys": ["a", "b"]}
+    asked = {"model": toy_folder, "dtype": "float32", "replicas": 2, "max_running": 1}
+    serve.run(build({**asked, "settings": settings}), name="pair")
+    url, headers = f"http://127.0.0.1:{PORT}", {"authorization": "Bearer a"}
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
+        yield client
+    serve.delete("pair")
+
+
+@pytest.mark.long
+def test_a_conversation_stays_where_its_prefix_is(pair):
+    before = by_replica(pair, "vllm:request_success_total")
+    conversations = [Conversation(pair, number) for number in range(8)]
+    kept = [[each.ask() for each in conversations] for _ in range(3)]
+    assert all(count > 100 for turn in kept[1:] for count in turn)
+    after = by_replica(pair, "vllm:request_success_total")
+    assert len(after) == 2 and all(after[name] > before.get(name, 0) for name in after)
+
+
+@pytest.mark.long
+def test_a_busy_replica_is_passed_over(pair):
+    conversation = Conversation(pair, 100)
+    conversation.ask()
+    assert conversation.ask() > 100
+    long = conversation.body(max_tokens=200, n=20, stream=True, ignore_eos=True)
+    with pair.stream("POST", "/v1/chat/completions", json=long) as response:
+        next(response.iter_lines())
+        assert conversation.ask() == 0
+    until(lambda: conversation.ask() > 100)
+
+
+@pytest.mark.long
+def test_a_client_that_leaves_ends_its_answer(pair):
+    def running():
+        return sum(by_replica(pair, "vllm:num_requests_running").values())
+
+    body = {"prompt": "abc", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with pair.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    with suppress(httpx.TimeoutException):
+        pair.post("/v1/completions", json={**body, "stream": False}, timeout=0.05)
+    until(lambda: running() == 0)
+    ended = text_string_to_metric_families(pair.get("/metrics").text)
+    reasons = {
+        sample.labels["finished_reason"]
+        for family in ended
+        for sample in family.samples
+        if sample.name == "vllm:request_success_total" and sample.value
+    }
+    assert "abort" in reasons
+
+
+@pytest.mark.long
+def test_the_front_checks_requests(pair):
+    body = {"prompt": "abc", "max_tokens": 4}
+    keys = {"authorization": "Bearer c"}
+    for path in ("/v1/completions", "/metrics"):
+        refused = pair.request("POST" if "v1" in path else "GET", path, headers=keys, json=body)
+        assert refused.status_code == (401 if "v1" in path else 200)
+    large = pair.post("/v1/completions", json={"prompt": "a" * 400_000})
+    assert large.status_code == 413 and large.json()["error"]["code"] == "body_too_large"
+    wide = pair.post("/v1/completions", json={**body, "prompt": ["a" * 100] * 2000})
+    assert wide.status_code == 400 and "error" in wide.json()
+    packed = gzip.compress(json.dumps(body).encode())
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = pair.post("/v1/completions", content=packed, headers=headers)
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    assert pair.get("/v1/model").status_code == 404 and "/v1/models" in pair.get("/v1/model").text
+    assert pair.head("/health").status_code == 200
+
+
+@pytest.mark.long
+def test_a_replica_that_dies_loses_no_request(pair):
+    conversations = [Conversation(pair, 200 + number) for number in range(6)]
+    for each in conversations:
+        each.ask()
+    running = replicas_of(psutil.Process(), "ServeReplica:pair:replica")
+    assert len(running) == 2
+    running[0].kill()
+    for each in conversations:
+        each.ask()
+    assert all(each.ask() > 100 for each in conversations)
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quickbeam import LLM, SamplingParams
 from quickbeam.config import ServerOptions
+from quickbeam.serve.metrics import expose
 from quickbeam.serve.runner import Runner
 from running import LONG, begun, braked, idle, job, served, until
 
@@ -207,7 +208,6 @@ async def test_the_dashboard_asks_for_metrics_that_there_are(llm):
         assert (await client.post("/v1/completions", json=ASKED)).status_code == 429
         runner.gate.inside -= 1000
         assert asked - {*await read(client)} == set()
-    text, _ = Runner(ServerOptions(served_names=("tiny",))).metrics.expose(
-        ""
-    )  # one that is loading
+    loading = Runner(ServerOptions(served_names=("tiny",)))
+    text, _ = expose(loading.metrics.registry, "")
     assert b'vllm:num_requests_waiting{model_name="tiny"} 0.0' in text

@@ -61,6 +61,9 @@ def test_large_files_are_mapped_where_that_is_as_fast(tmp_path, monkeypatch, sha
     read = file.read(len(data))
     assert read is not None and torch.equal(read, data)
     assert file.is_mapped == (huge or not hasattr(mmap, "MADV_HUGEPAGE"))
+    memory = torch.zeros_like(data)
+    assert file.read(len(data), memory) is memory and torch.equal(memory, data)
+    assert not file.is_mapped
     other = PackedFile(tmp_path / "w-a-c.safetensors")
     other.write(len(data), lambda: [data.flip(0)], "packing")
     assert torch.equal(read, data) and [*tmp_path.glob("*.safetensors")] == [other.path]

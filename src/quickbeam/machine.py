@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+NODES = Path("/sys/devices/system/node")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # a container's share of the processor
 T = TypeVar("T")
 _starting = threading.Lock()  # held while the size of new threads' stacks is changed
@@ -41,6 +42,24 @@ def usable_cores() -> int:
     except (OSError, ValueError):  # no container, or no limit
         return cores
     return max(1, min(cores, limit))
+
+
+def memory_nodes(folder: Path = NODES) -> list[list[int]]:
+    """Return the numbers of the processors near each memory node (NUMA), in the nodes' order.
+
+    Only those that this process may use count, and only nodes that have such. `folder`: where Linux
+    says so; elsewhere the list is empty.
+    """
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    nodes = list[list[int]]()
+    for path in sorted(folder.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        near = set[int]()
+        for part in (path / "cpulist").read_text(encoding="ascii").strip().split(","):
+            first, _, last = part.partition("-")
+            near.update(range(int(first or 0), int(last or first or -1) + 1))
+        if near & usable:
+            nodes.append(sorted(near & usable))
+    return nodes
 
 
 def fulfil(result: Future[T], work: Callable[[], T]) -> None:

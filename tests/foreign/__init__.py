@@ -66,6 +66,7 @@ class Kernels(library.Kernels):
 
     def __init__(self, name: str, path: Path, command: Sequence[str]) -> None:
         self.name, self.calls = name, 0
+        self.nodes = None
         file = f"/proc/{os.getpid()}/fd/{ctypes.CDLL(None).shared_file()}"
         self._driver = subprocess.Popen(
             [*command, str(path), file, str(BEGIN), str(SIZE)],

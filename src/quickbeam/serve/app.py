@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from quickbeam import __version__
+from quickbeam.config import ServerOptions
 from quickbeam.errors import QuickbeamError, did_you_mean
 from quickbeam.serve import anthropic, errors
 from quickbeam.serve.admission import BYTES_A_TOKEN, TENANT, RetryableError
@@ -40,6 +41,7 @@ from quickbeam.serve.endpoints import (
 )
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import Detokenize, Tokenize, TokenizeChat, TokenizeText
+from quickbeam.serve.metrics import expose
 from quickbeam.serve.prompts import encode_conversation, estimate_conversation
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.security import Guard
@@ -52,8 +54,11 @@ LARGE_BODY = 16_384  # bytes; a body of more is parsed and checked in a thread
 PAGE_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
-def create_app(runner: Runner) -> Starlette:
-    """Return the HTTP application for a runner, which it closes when it ends."""
+def create_app(runner: Runner, checked: bool = True) -> Starlette:
+    """Return the HTTP application for a runner, which it closes when it ends.
+
+    `checked`: whether it checks access itself (`checks`). Else who calls it has done so.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -63,20 +68,28 @@ def create_app(runner: Runner) -> Starlette:
     routes = [Route(path, guarded(runner, handler)) for path, handler in GET.items()]
     for path, handler in POST.items():
         routes.append(Route(path, guarded(runner, handler), methods=["POST"]))
-    middleware = [Middleware(Guard, options=runner.options)]
-    if runner.options.cors_origins:  # before the keys, as a browser asks first without one
+    handlers: Any = {HTTPException: failed}
+    return Starlette(
+        routes=routes,
+        middleware=checks(runner.options) if checked else None,
+        exception_handlers=handlers,
+        lifespan=lifespan,
+    )
+
+
+def checks(options: ServerOptions) -> list[Middleware]:
+    """Return the middleware that checks access: origins, then the rest (`Guard`)."""
+    middleware = [Middleware(Guard, options=options)]
+    if options.cors_origins:  # before the keys, as a browser asks first without one
         cors = Middleware(
             CORSMiddleware,
-            allow_origins=runner.options.cors_origins,
+            allow_origins=options.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=[IGNORED],
         )
         middleware.insert(0, cors)
-    handlers: Any = {HTTPException: failed}
-    return Starlette(
-        routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan
-    )
+    return middleware
 
 
 def failed(request: Request, error: HTTPException) -> Response:
@@ -222,7 +235,8 @@ async def health(runner: Runner, http: Request) -> Response:
 
 
 async def metrics(runner: Runner, http: Request) -> Response:
-    content, kind = await asyncio.to_thread(runner.metrics.expose, http.headers.get("accept", ""))
+    accept = http.headers.get("accept", "")
+    content, kind = await asyncio.to_thread(expose, runner.metrics.registry, accept)
     return Response(content, media_type=kind)
 
 

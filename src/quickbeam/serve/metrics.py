@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
 
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.result import Completion
@@ -99,22 +101,45 @@ class Metrics:
         """Count a request that was turned away."""
         self.metric("quickbeam:refused_requests", type(error).__name__.lower()).inc()
 
-    def expose(self, accept: str) -> tuple[bytes, str]:
-        """Return what Prometheus reads, and its content type for this Accept header.
-
-        Names are the same in every format: all hold letters that need no escaping, but one of the
-        encoders escapes the colon, and only in samples.
-        """
-        encode: Any  # takes `escaping`, too, which its own type leaves out
-        encode, content_type = choose_encoder(accept)
-        content = encode(self.registry, escaping=openmetrics.ALLOWUTF8)
-        return content, content_type.partition("; escaping=")[0]
-
     def _family(self, metric_class: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
         return metric_class(name, text, ["model_name", *labels], registry=self.registry, **more)
 
     def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
         self._family(Gauge, name, text).labels(self._model).set_function(value)
+
+
+class ReplicaMetrics(Collector):
+    """The metrics of several servers, each labelled with its server's name as `replica`.
+
+    `families`: what the registry of each server collects, by its name.
+    """
+
+    def __init__(self, families: Mapping[str, Iterable[Metric]]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics, those of one name together."""
+        merged = dict[str, Metric]()
+        for replica, families in self._families.items():
+            for family in families:
+                if family.name not in merged:
+                    merged[family.name] = Metric(family.name, family.documentation, family.type)
+                for sample in family.samples:
+                    labels = {**sample.labels, "replica": replica}
+                    merged[family.name].samples.append(sample._replace(labels=labels))
+        return merged.values()
+
+
+def expose(collector: Collector, accept: str) -> tuple[bytes, str]:
+    """Return what Prometheus reads, and its content type for this Accept header.
+
+    Names are the same in every format: all hold letters that need no escaping, but one of the
+    encoders escapes the colon, and only in samples.
+    """
+    encode: Any  # takes `escaping`, too, which its own type leaves out
+    encode, content_type = choose_encoder(accept)
+    content = encode(collector, escaping=openmetrics.ALLOWUTF8)
+    return content, content_type.partition("; escaping=")[0]
 
 
 class RequestMetrics:

@@ -169,9 +169,13 @@ class CompiledStack:
         packed, keeps_bits = self._packed, name in EXACT_FORMATS
         if keeps_bits and packed.size < SMALL:
             packed_file = None
-        read = None if packed_file is None else packed_file.read(packed.size)
+        memory = packed.spread_memory()
+        read = None if packed_file is None else packed_file.read(packed.size, memory)
         packed.is_packed = read is not None
-        packed.memory = memory_for_weights(packed.size) if read is None else read
+        if read is not None:
+            packed.memory = read
+        else:
+            packed.memory = memory_for_weights(packed.size) if memory is None else memory
         self._make_first_program(packed_file if read is None else None, name)
         if packed_file is None:
             return

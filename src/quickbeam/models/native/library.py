@@ -10,7 +10,7 @@ import functools
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import (
     POINTER,
     Structure,
@@ -25,8 +25,10 @@ from ctypes import (
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
+from quickbeam.machine import memory_nodes
 from quickbeam.models.native import build, choice
 from quickbeam.models.native.choice import KernelRequest
 
@@ -199,7 +201,36 @@ class Batch(Structure):
 class Call(Structure):
     """The structure `Call` of program.cpp."""
 
-    _fields_ = (("batch", Batch), ("buffer", c_void_p), ("block", c_void_p), ("blocks", c_int64))
+    _fields_ = (
+        ("batch", Batch),
+        *_fields(c_void_p, "buffer block"),
+        ("blocks", c_int64),
+        ("nodes", c_void_p),
+    )
+
+
+class MemoryNodes(Structure):
+    """The structure `MemoryNodes` of nodes.h.
+
+    `processors`: the numbers of each node's processors.
+    """
+
+    _fields_ = (
+        ("count", c_int64),
+        *_fields(c_void_p, "before masks"),
+        ("bytes", c_int64),
+    )
+
+    def __init__(self, processors: Sequence[Sequence[int]]) -> None:
+        sizes = [len(numbers) for numbers in processors]
+        self._before = np.cumsum([0, *sizes], dtype=np.int64)
+        self._masks = np.zeros((len(sizes), max(map(max, processors)) // 64 + 1), dtype=np.uint64)
+        for node, numbers in enumerate(processors):
+            for number in numbers:
+                self._masks[node, number // 64] |= np.uint64(1 << number % 64)
+        super().__init__(
+            len(sizes), self._before.ctypes.data, self._masks.ctypes.data, self._masks[0].nbytes
+        )
 
 
 class NoiseRow(Structure):
@@ -217,6 +248,7 @@ _IN_ROWS = (c_void_p, c_int64, c_int64, c_int64, c_void_p)
 # arguments and result of each function of the library, by its name without `qb_`
 SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "run": ((c_void_p, c_int64, POINTER(Call), c_int64), None),
+    "touch": ((c_void_p, c_int64, c_int64, POINTER(MemoryNodes), c_int64), None),
     "pack": ((c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), None),
     "block_bytes": ((c_int32, c_int64), c_int64),
     "quantise": ((c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), c_int64),
@@ -258,6 +290,8 @@ def share_openmp() -> None:
 class Kernels:
     """The functions of one library (`SIGNATURES`). `name`: its instruction set.
 
+    `nodes`: the memory nodes that threads are shared out over; None on a machine with one.
+
     Raises `build.CannotBuild` if the library can't be loaded, if it was made for another version,
     or if the system does not let this process use the instruction set.
     """
@@ -280,6 +314,8 @@ class Kernels:
         if not library.qb_allowed():
             raise build.CannotBuild(f"the system does not let this process use {name}")
         self.page = int(library.qb_page())
+        processors = memory_nodes()
+        self.nodes = MemoryNodes(processors) if len(processors) > 1 else None
         for function_name, (arguments, result) in SIGNATURES.items():
             function = getattr(library, f"qb_{function_name}")
             function.argtypes = arguments

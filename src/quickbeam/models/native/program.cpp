@@ -65,6 +65,7 @@ struct Call {
   void* const* buffer;
   const int64_t* block;  // SELECTED: which blocks of 16 outputs, in the order of the results
   int64_t blocks;
+  const MemoryNodes* nodes;  // none on a machine with one
 };
 
 struct Scratch {  // grows with use, kept by the thread that calls
@@ -77,8 +78,9 @@ struct Scratch {  // grows with use, kept by the thread that calls
 
 class Worker {
  public:
-  Worker(const Call& call, Scratch& scratch, Barrier& barrier, Pieces& pieces, int64_t thread, int64_t threads)
-      : call_(call), batch_(call.batch), scratch_(scratch), barrier_(barrier), pieces_(pieces), thread_(thread), threads_(threads) {}
+  Worker(const Call& call, Scratch& scratch, Barrier& barrier, Pieces& pieces, int64_t thread, const Team& team)
+      : call_(call), batch_(call.batch), scratch_(scratch), barrier_(barrier), pieces_(pieces), thread_(thread), threads_(team.threads),
+        team_(team), node_(team.node_of(thread)) {}
 
   void run(const Op* ops, int64_t count) {
     const Op* product = ops;  // the next one that is not done
@@ -118,6 +120,8 @@ class Worker {
   Barrier& barrier_;
   Pieces& pieces_;
   const int64_t thread_, threads_;
+  const Team team_;
+  const int64_t node_;
   int64_t turn_ = 0;              // of `pieces_`
   int64_t rows_ = 0;              // of BEST
   const Op* planned_ = nullptr;   // whose tiles of queries the scratch holds
@@ -129,10 +133,10 @@ class Worker {
     return static_cast<T*>(call_.buffer[buffer]);
   }
   int64_t rows(const Op& op) const { return op.wanted ? batch_.wanted : batch_.rows; }
-  int64_t low(int64_t n) const { return n * thread_ / threads_; }
-  int64_t high(int64_t n) const { return n * (thread_ + 1) / threads_; }
+  int64_t low(int64_t n) const { return part_begin(n, thread_, threads_); }
+  int64_t high(int64_t n) const { return part_begin(n, thread_ + 1, threads_); }
 
-  void wait_for_all() { barrier_.wait(threads_, ahead_); }
+  void wait_for_all() { barrier_.wait(team_, node_, ahead_); }
 
   // work(first, last, end) for this thread's pieces of [0, n), about `most` or as many more as others have left (`Pieces`).
   template <class Work>
@@ -659,13 +663,30 @@ QB_API void qb_run(const qb::Op* ops, int64_t count, const qb::Call* call, int64
   threads = std::min(threads, qb::most_threads());
   if (threads > 1 && --alone_for >= 0) threads = 1;
   const qb::Clock::time_point began = qb::Clock::now();
-  qb::Barrier barrier;
-  qb::Pieces pieces(threads);
-  qb::together(threads, [&](int64_t thread, int64_t all) { qb::Worker(*call, mine, barrier, pieces, thread, all).run(ops, count); });
+  const qb::MemoryNodes* nodes = threads > 1 ? call->nodes : nullptr;
+  qb::Barrier barrier({nodes, threads});
+  qb::Pieces pieces({nodes, threads});
+  qb::together(threads, [&](int64_t thread, int64_t all) {
+    const qb::Team team{nodes, all};
+    const qb::Pinned pinned(team, thread);
+    qb::Worker(*call, mine, barrier, pieces, thread, team).run(ops, count);
+  });
   if (threads < 2) return;
   const bool busy = barrier.lost() * 2 > qb::Clock::now() - began;
   if (busy) alone_for = longer;
   longer = busy ? std::min<int64_t>(2 * longer, 512) : 2;
+}
+
+// Touches the pages of a weight's new memory, `steps` times `bytes` that products share out. A page comes to lie in the node of the thread that
+// touches it first, which is the one that will read it.
+QB_API void qb_touch(uint8_t* weight, int64_t steps, int64_t bytes, const qb::MemoryNodes* nodes, int64_t threads) {
+  constexpr int64_t PAGE_BYTES = 4096;
+  threads = std::min(threads, qb::most_threads());
+  qb::together(threads, [&](int64_t thread, int64_t all) {
+    const qb::Pinned pinned({nodes, all}, thread);
+    volatile uint8_t* const end = weight + qb::part_begin(steps, thread + 1, threads) * bytes;
+    for (volatile uint8_t* at = weight + qb::part_begin(steps, thread, threads) * bytes; at < end; at += PAGE_BYTES) *at = 0;
+  });
 }
 
 // [outputs, inputs] bfloat16 to [ceil(outputs / 16)][inputs / 2][16][2], zeros where the weight ends; blocks `stride` apart.

@@ -611,6 +611,8 @@ class Program:
             rows.batch.sine = sine.data_ptr()
             rows.batch.angle_stride = cosine.shape[1]
         call = library.Call(rows.batch, ctypes.addressof(self._addresses))
+        if self.kernels.nodes is not None:
+            call.nodes = ctypes.addressof(self.kernels.nodes)
         if blocks is not None:
             call.block = blocks.ctypes.data
             call.blocks = len(blocks)

@@ -104,7 +104,7 @@ class Packed:
         self.input_order = input_order_of(weights[0])
         self.dtype = EXACT_FORMATS.get(name, torch.bfloat16)
         self._kernels = kernels
-        self._block_bytes = kernels.block_bytes(self.format, self.inputs)
+        self._block_bytes = int(kernels.block_bytes(self.format, self.inputs))
         rows = len(weights[0]) if gated else self.outputs
         alternating = 2 if gated else 1
         blocks = -(-rows // BLOCK) * alternating
@@ -154,6 +154,20 @@ class Packed:
             )
             if not finite:
                 raise InvalidInput(NOT_FINITE)
+
+    def touch(self) -> None:
+        """Have threads touch the pages of new memory that they will read in products.
+
+        They come to lie in the threads' memory nodes (`Kernels.nodes`).
+        """
+        step_bytes = self._block_bytes * (2 if self.gated else 1)
+        self._kernels.touch(
+            self.data.data_ptr(),
+            len(self.data) // step_bytes,
+            step_bytes,
+            self._kernels.nodes,
+            torch.get_num_threads(),
+        )
 
     def dense(self) -> torch.Tensor:
         """Return the values that blocks of few bits stand for, `[outputs, inputs]` float32.
@@ -209,6 +223,11 @@ class SplitPacked(NamedTuple):
 
     parts: tuple[Packed, ...]
     gated: bool
+
+    def touch(self) -> None:
+        """Do the same as `Packed.touch`."""
+        for part in self.parts:
+            part.touch()
 
     @property
     def inputs(self) -> int:

@@ -11,6 +11,7 @@
 #include <omp.h>
 #endif
 
+#include "nodes.h"
 #include "simd.h"
 
 #if defined(__MINGW32__) && !defined(__clang__)
@@ -59,15 +60,17 @@ struct Ahead {
 };
 
 // Threads of one call wait for each other here: a short spin, then they give way, so that a busy machine is not held up. `lost`: the time of
-// long waits, as for a thread whose core does other work.
+// long waits, as for a thread whose core does other work. Threads count themselves by node, then the last of each node counts for it: a count
+// that threads of two sockets change goes back and forth between them.
 class Barrier {
  public:
+  explicit Barrier(const Team& team) : arrived_(size_t(team.node_count())) {}
+
   // Who has to wait fetches from `ahead` meanwhile.
-  void wait(int64_t threads, Ahead& ahead) {
-    if (threads == 1) return;
+  void wait(const Team& team, int64_t node, Ahead& ahead) {
+    if (team.threads == 1) return;
     const uint32_t turn = turn_.load(std::memory_order_acquire);
-    if (count_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
-      count_.store(0, std::memory_order_relaxed);
+    if (is_last(arrived_[size_t(node)], team.size(node)) && (arrived_.size() == 1 || is_last(nodes_, nodes_of(team)))) {
       turn_.store(turn + 1, std::memory_order_release);
       return;
     }
@@ -88,23 +91,42 @@ class Barrier {
   Clock::duration lost() const { return Clock::duration(lost_.load()); }
 
  private:
+  struct alignas(64) Count {
+    std::atomic<int64_t> arrived{0};
+  };
+  std::vector<Count> arrived_;  // by node
+  Count nodes_;
   std::atomic<Clock::rep> lost_{0};
-  alignas(64) std::atomic<int64_t> count_{0};
   alignas(64) std::atomic<uint32_t> turn_{0};
+
+  // Whether who counts itself is the last of `all`. The count then begins anew.
+  static bool is_last(Count& count, int64_t all) {
+    if (count.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < all) return false;
+    count.arrived.store(0, std::memory_order_relaxed);
+    return true;
+  }
+
+  static int64_t nodes_of(const Team& team) {  // that have a thread
+    int64_t count = 0;
+    for (int64_t node = 0; node < team.node_count(); ++node) count += team.size(node) > 0;
+    return count;
+  }
 };
 
-// Work in pieces: each thread takes those of its own part, then what others have left of theirs, so that slow cores hold nobody up. Each
-// thread asks for the same works in the same order.
+// Work in pieces: each thread takes those of its own part, then what others have left of theirs, those of its node first, so that slow cores
+// hold nobody up. Each thread asks for the same works in the same order.
 class Pieces {
  public:
-  explicit Pieces(int64_t threads) : threads_(threads), taken_(size_t(threads)) {}
+  explicit Pieces(const Team& team) : team_(team), taken_(size_t(team.threads)) {}
 
   // Calls work(first, last, end) for pieces of [0, n), about `most` of each thread's part; `end` is that of the part. `turn`: how many works
   // went before.
   template <class Work>
   void run(int64_t n, int64_t thread, int64_t turn, int64_t most, const Work& work) {
-    for (int64_t k = 0; k < threads_; ++k) {
-      const int64_t part = (thread + k) % threads_, low = n * part / threads_, high = n * (part + 1) / threads_;
+    const int64_t threads = team_.threads, node = team_.node_of(thread), first = team_.first(node), near = team_.size(node);
+    for (int64_t k = 0; k < threads; ++k) {
+      const int64_t part = k < near ? first + (thread - first + k) % near : (first + k) % threads;
+      const int64_t low = part_begin(n, part, threads), high = part_begin(n, part + 1, threads);
       const int64_t size = std::max<int64_t>(LEAST, (high - low) / most / LEAST * LEAST);
       for (int64_t i; (i = take(part, turn)) < (high - low + size - 1) / size;)
         work(low + i * size, std::min(high, low + (i + 1) * size), high);
@@ -116,7 +138,7 @@ class Pieces {
   struct alignas(64) Count {
     std::atomic<int64_t> next{0};
   };
-  const int64_t threads_;
+  const Team team_;
   std::vector<Count> taken_;  // by part: turn * ALL + pieces that are taken
 
   int64_t take(int64_t part, int64_t turn) {

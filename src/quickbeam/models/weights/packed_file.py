@@ -98,18 +98,19 @@ class PackedFile:
                 "again"
             ) from error
 
-    def read(self, size: int) -> torch.Tensor | None:
+    def read(self, size: int, memory: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return the weights, `[size]` uint8; None if there is no file with that many bytes.
 
-        The weights are mapped where that is as fast to use (`memory.map_file`), else read.
+        They are read into `memory`. Where that is None, they are mapped if that is as fast to use
+        (`memory.map_file`), else read into new memory.
         """
         if self.path is None or not self.is_complete(size):
             return None
-        mapped = map_file(self.path)
+        mapped = map_file(self.path) if memory is None else None
         self.is_mapped = mapped is not None
         if mapped is not None:
             return mapped[ALIGNED:]
-        weights = memory_for_weights(size)
+        weights = memory_for_weights(size) if memory is None else memory
         with open(self.path, "rb", buffering=0) as file:
             done = read_into(_bytes(weights), file.fileno(), ALIGNED)
         return weights if done == size else None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quickbeam.models.memory import memory_for_weights
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK
 from quickbeam.models.native.quantised import BlockRows, Packer, Weight
@@ -63,6 +64,20 @@ class PackedWeights:
         if id(linear) not in self._packed:
             self._packed[id(linear)] = self._pack(self._ranges[id(linear)])
         return self._packed[id(linear)]
+
+    def spread_memory(self) -> torch.Tensor | None:
+        """Return new memory for all weights, each part of which is near the threads that read it.
+
+        None where the machine has one memory node, so that any memory is.
+        """
+        if self._packer.kernels.nodes is None:
+            return None
+        memory = memory_for_weights(self.size)
+        for packed_range in self._ranges.values():
+            weights = self._without_memory(packed_range.linear)
+            part = memory[packed_range.first : packed_range.last]
+            packed_range.packer.pack(weights, None, packed_range.gated, part).touch()
+        return memory
 
     def _pack(self, packed_range: PackedRange) -> Any:
         """Return a weight whose bytes are in `memory`, where they are written if need be."""
