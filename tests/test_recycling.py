@@ -170,6 +170,10 @@ def test_it_drafts_without_a_drafter_and_a_wrong_table_costs_no_token(
     assert first.method == "recycling" and first.token_ids == plain.token_ids
     again = llm.generate("To be or not", params, budget=8)
     assert again.token_ids == plain.token_ids and again.statistics.sources["recycling"].accepted > 0
+    llm.reset()
+    anew = llm.generate("To be or not", params, budget=8)
+    assert anew.token_ids == plain.token_ids
+    assert anew.statistics.steps > again.statistics.steps, "the answer was still remembered"
     llm.close()
     # what followed a token is kept for the token before it
     monkeypatch.setattr("quickbeam.drafters.recycling._before", lambda context, tree, node: node)

@@ -540,15 +540,17 @@ class LLM:
         return self.encode_chat(messages, **(template or {}))
 
     def reset(self) -> None:
-        """Empty the prefix cache, so that the next prompt is computed from its first token.
+        """Forget all texts: the next prompt is computed from its first token.
 
-        Prefixes in files (`keep`) stay, and are no longer read or written.
+        Finished answers and recycled tokens are no longer drafted from. What was learned of costs
+        and acceptance stays. Prefixes in files (`keep`) stay, and are no longer read or written.
         """
         self.thread.call(self._forget)
 
     def _forget(self) -> None:
         self.engine.prefixes.kept = None
         self.engine.forget()
+        self.method_store.forget()
 
     def close(self) -> None:
         """End all answers that are under way and free their memory. No more can be asked for."""

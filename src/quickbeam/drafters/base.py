@@ -156,6 +156,9 @@ class Source:
         `logits`: `[n, vocab]`, the target's raw logits after each of its n nodes.
         """
 
+    def forget(self) -> None:
+        """Forget all that was learned of texts."""
+
 
 class SourceState:
     """What a source keeps of one sequence."""

@@ -116,6 +116,9 @@ class Recycling(Source):
         probs /= probs.sum(-1, keepdims=True)
         self._successors(context.tenant).put(pairs, np.array(tokens), probs)
 
+    def forget(self) -> None:
+        self._by_tenant.clear()
+
     def after(self, context: Context, path: Sequence[int]) -> Recycled | None:
         """Return what was likely after the text that `path` continues; None if nothing is known."""
         before, token = [-1, *context.ids[-2:], *path][-2:]

@@ -156,6 +156,12 @@ class MethodStore:
                 self._shortlists.popitem(last=False)
             return self._shortlists[key]
 
+    def forget(self) -> None:
+        """Forget all texts. What was learned of acceptance stays."""
+        for method in self.methods.values():
+            for source in method.sources:
+                source.forget()
+
     def _key(self, setting: Setting) -> tuple[str, int | None]:
         return plain_vocab(setting.vocab), setting.shortlist
 
