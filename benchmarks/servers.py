@@ -1,5 +1,5 @@
-"""A running server with OpenAI's interface, and one streamed question to it: what `peers.py` and
-`first_byte.py` share."""
+"""A running server with OpenAI's interface, and one streamed question to it: what `peers.py`,
+`first_byte.py` and `cold_start.py` share."""
 
 from __future__ import annotations
 

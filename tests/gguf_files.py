@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from models import table, tiny
 from quantised import random_blocks
-from quickbeam.drafters.layouts import DFLASH, GGUF_IN_LAYER, GGUF_MODULES
+from quickbeam.drafters.layouts import DFLASH, GGUF_ASSISTANT, GGUF_IN_LAYER, GGUF_MODULES
 from quickbeam.models.weights.gguf.architecture import INTERLEAVED, INTERLEAVED_EXPERTS
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 288}
@@ -318,6 +318,51 @@ def mtp_block(architecture: str, layers: int, layer, plus: float = 1.0) -> dict[
         data = tensor.float().numpy()
         tensors[own] = data + plus if "norm" in name.split(".")[-2] else data
     return tensors
+
+
+def assistant(path, network, kind=None, **keys):
+    """A file of an assistant of Gemma 4. `kind`: the format of its matrices, F32 without. `keys`:
+    of `set_keys`."""
+    config = network.config
+    c, layers = config.text_config, config.text_config.num_hidden_layers
+    c.allow_global_per_layer_attribute_access = True
+    writer = gguf.GGUFWriter(str(path), GGUF_ASSISTANT)
+    near = [one == "sliding_attention" for one in c.layer_types]
+    by_layer = [c.per_layer_config[i] for i in range(layers)]
+    full = by_layer[near.index(False)].head_dim
+    ropes = c.rope_parameters
+    say(writer, context_length=512, embedding_length=c.hidden_size, block_count=layers)
+    say(writer, feed_forward_length=c.intermediate_size, head_count=c.num_attention_heads)
+    say(writer, head_count_kv=[layer.num_key_value_heads for layer in by_layer])
+    say(writer, layer_norm_rms_eps=c.rms_norm_eps, vocab_size=c.vocab_size)
+    say(writer, key_length=full, value_length=full, rope_dimension_count=full)
+    say(writer, key_length_swa=c.head_dim, value_length_swa=c.head_dim)
+    say(writer, rope_dimension_count_swa=c.head_dim, sliding_window=c.sliding_window)
+    say(writer, sliding_window_pattern=near, shared_kv_layers=layers)
+    say(writer, rope_freq_base=ropes["full_attention"]["rope_theta"])
+    say(writer, rope_freq_base_swa=ropes["sliding_attention"]["rope_theta"])
+    say(writer, nextn_predict_layers=layers)
+    writer.add_uint32(f"{GGUF_ASSISTANT}.embedding_length_out", config.backbone_hidden_size)
+    set_keys(writer, keys)
+    angles = np.full(full // 2, 1e30, np.float32)
+    angles[: int(ropes["full_attention"]["partial_rotary_factor"] * len(angles))] = 1
+    writer.add_tensor("rope_freqs.weight", angles)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, layers)
+    for name, tensor in network.state_dict().items():
+        module = name.removesuffix(".weight")
+        if module.endswith("_projection"):
+            module = f"nextn.{module}"
+        elif module.startswith("model."):
+            module = names.get_name(module)
+        else:  # clusters, and a head that is the embedding
+            continue
+        data = tensor.float().numpy()
+        if kind is None or data.ndim != 2 or data.shape[1] % 32:
+            writer.add_tensor(f"{module}.weight", data)
+        else:
+            writer.add_tensor(f"{module}.weight", gguf.quantize(data, kind), raw_dtype=kind)
+    finish(writer)
+    return path
 
 
 def block_drafter(path, network, kind=None):

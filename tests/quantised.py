@@ -13,6 +13,7 @@ totals are counted in 16 of the finest steps.
 
 from typing import NamedTuple
 
+import gguf
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,20 @@ TOP = torch.tensor(127.0)
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # where halves of float16 numbers stand in a block: scales, which must be finite
 HALVES = {"int4": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2)}
-HALVES |= {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)}
+HALVES |= {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "tq1_0": (52,), "tq2_0": (64,)}
+# what the half precision scale of the formats with a grid is taken times
+FACTORS = dict.fromkeys(("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s"), 0.125)
+FACTORS |= {"iq3_xxs": 0.25}
+
+
+def put_halves(name, data, halves):
+    """Write scales (and lowest values), `[blocks, 2]` float16, into blocks `[blocks, bytes]`."""
+    if name == "iq1_m":  # four bits of it in each of four places
+        parts = halves[:, :1].view(np.uint16) >> np.arange(0, 16, 4, dtype=np.uint16) & 15
+        data[:, 49::2] = data[:, 49::2] & 15 | parts.astype(np.uint8) << 4
+        return
+    for i, at in enumerate(HALVES.get(name, (0,))):
+        data[:, at : at + 2] = halves[:, i : i + 1].view(np.uint8)
 
 
 def random_blocks(name, rows, inputs, seed=0, factor=1.0):
@@ -43,7 +57,6 @@ def random_blocks(name, rows, inputs, seed=0, factor=1.0):
     data = random.integers(0, 256, (rows * inputs // of.inputs, of.bytes), dtype=np.uint8)
     scales = random.normal(0, 0.05, (len(data), 2)) * 2.0 ** random.integers(-6, 3, (len(data), 2))
     scales *= factor
-    halves = scales.astype(np.float16).view(np.uint8)
     if FORMATS[name].file_type is None:  # of checkpoints
         data[:, :4] = scales[:, :1].astype(np.float32).view(np.uint8)
         data[:, 4:][(data[:, 4:] & 127 == 127) & name.startswith("fp8")] = 126  # no NaN
@@ -51,8 +64,7 @@ def random_blocks(name, rows, inputs, seed=0, factor=1.0):
         data[:, 0] = random.integers(110, 125, len(data))
         data[:3, 0] = 0, 1, 2  # numbers below the smallest normal one
     else:
-        for i, at in enumerate(HALVES.get(name, (0,))):
-            data[:, at : at + 2] = halves[:, 2 * i : 2 * i + 2]
+        put_halves(name, data, scales.astype(np.float16))
     return BlockRows(torch.from_numpy(data.reshape(rows, -1)), name)
 
 
@@ -213,6 +225,15 @@ class ByEight(NamedTuple):
             values = torch.cat([low & 15, low >> 4], -2) | (high & 3) << 4
             times = data[..., 192:208].contiguous().view(torch.int8)
             return cls(values.flatten(2).unflatten(2, (16, 16)).int() - 32, times, half(208))
+        if name.startswith(("iq1", "iq2", "iq3", "tq")):
+            times = whole_scales(name, data)
+            by = super_scales(name, data) * FACTORS.get(name, 1)
+            scales = (times * by[..., None]).repeat_interleave(256 // times.shape[2], 2)
+            kind = gguf.GGMLQuantizationType[name.upper()]
+            dense = torch.from_numpy(gguf.dequantize(rows.data.numpy(), kind))
+            values = dense.view_as(scales) / scales
+            assert torch.equal(values, values.round())
+            return cls(values.unflatten(2, (times.shape[2], -1)), times, by)
         low = data[..., size - 128 :].unflatten(-1, (4, 1, 32))
         values = torch.cat([low & 15, low >> 4], -2).flatten(2, 3)
         if name == "q5_k":
@@ -249,6 +270,39 @@ class ByEight(NamedTuple):
                 total = fused(lowest, -16 * self.lowest_by[:, i], total)
             y = fused(total, rows.scales[:, i, None], y)
         return y
+
+
+def whole_scales(name, data):
+    """The whole numbers that groups, or their halves, of blocks `[..., bytes]` have for scales:
+    of IQ1, IQ2, IQ3 and TQ, `[..., 8]` or `[..., 16]`."""
+
+    def halves(first, last):
+        return torch.stack([data[..., first:last] & 15, data[..., first:last] >> 4], -1).flatten(2)
+
+    if name.startswith("tq"):
+        return torch.ones_like(data[..., :8])
+    if name == "iq1_m":
+        words = data[..., 48:56].contiguous().view(torch.int16)
+        stored = (words[..., None] >> torch.arange(0, 12, 3) & 7).flatten(2)
+    else:
+        stored = {
+            "iq1_s": lambda: data[..., 35::2] >> 4 & 7,
+            "iq2_xxs": lambda: data[..., 9::8] >> 4,
+            "iq2_xs": lambda: halves(66, 74),
+            "iq2_s": lambda: halves(74, 82),
+            "iq3_xxs": lambda: data[..., 69::4] >> 4,
+            "iq3_s": lambda: halves(106, 110),
+        }[name]()
+    return 2 * stored + 1
+
+
+def super_scales(name, data):
+    """The half precision scales of the same blocks, `[...]` float32."""
+    if name == "iq1_m":
+        bits = ((data[..., 49::2] >> 4).int() << torch.arange(0, 16, 4)).sum(-1)
+        return bits.to(torch.int16).view(torch.float16).float()
+    (at,) = HALVES.get(name, (0,))
+    return data[..., at : at + 2].contiguous().view(torch.float16)[..., 0].float()
 
 
 def two_bits(data):

@@ -8,10 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
+import gguf_files
 from answers import PROMPTS, answer, method_as_plain, request, run, same_as_plain
 from cases import refuses, spread
 from checkpoints import configure, rewrite
@@ -20,7 +22,7 @@ from features import Pair, held
 from models import SIZES, tiny
 from quickbeam import LLM
 from quickbeam.drafters.assistant import OrderedHead, load_assistant
-from quickbeam.drafters.layouts import ASSISTANT, is_kind
+from quickbeam.drafters.layouts import ASSISTANT, BLOCK, is_kind
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
@@ -146,6 +148,39 @@ def test_the_kernels_score_the_clusters_that_fit_each_row():
 def pairs(tmp_path_factory):
     folder = lambda: tmp_path_factory.mktemp("assistant")  # noqa: E731
     return cache(lambda *kind: opened(folder(), *kind, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_gguf_file_holds_the_folders_assistant(target, tmp_path):
+    pair = opened(tmp_path, target=target)
+    file = gguf_files.assistant(tmp_path / "a.gguf", pair.network)
+    assert is_kind(file, ASSISTANT) and not is_kind(file, BLOCK)
+    pair.drafter = load_assistant(file, pair.target)
+    assert max(pair.distances((9,), 3, VOCABULARY)) < 1e-4
+
+
+def test_a_gguf_file_that_does_not_fit_is_refused_by_name(tmp_path):
+    pair, file = opened(tmp_path), tmp_path / "a.gguf"
+    for keys, why in (
+        ({"embedding_length_out": 48}, "states 48 wide, the target's are 32"),
+        ({"embedding_length_out": None}, "no gemma4-assistant.embedding_length_out"),
+        ({"other": 3}, "its metadata sets gemma4-assistant.other"),
+    ):
+        gguf_files.assistant(file, pair.network, **keys)
+        refuses(f"a.gguf.*{why}", load_assistant, file, pair.target)
+    gguf_files.assistant(file, pair.network)
+    eager = make_model(copy.deepcopy(pair.model), native=False)
+    refuses("an assistant needs the native kernels", load_assistant, file, eager)
+    refuses("of Gemma 4, the target is a llama", load_assistant, file, make_model(tiny("llama")))
+
+
+def test_a_gguf_assistant_in_blocks_drafts(tmp_path):
+    pair = opened(tmp_path, dtype=torch.bfloat16)
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    pair.drafter = load_assistant(
+        gguf_files.assistant(tmp_path / "a.gguf", pair.network, q8), pair.target
+    )
+    same_as_plain(pair.target, pair.drafter)
 
 
 @pytest.mark.parametrize(("target", "head"), spread(list(TARGETS), list(HEAD)))

@@ -65,8 +65,9 @@ def run(name, words, out, monkeypatch, capsys):
 
 
 def test_every_script_is_run_here():
-    others = {"gpu", "peers", "first_byte", "recall", "shapes", "second_stream"}
-    assert set(NAMES) == {*RUNS, *others}
+    servers = {"peers", "first_byte", "cold_start"}
+    others = {"gpu", "recall", "shapes", "second_stream"}
+    assert set(NAMES) == {*RUNS, *servers, *others}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -147,16 +148,16 @@ def test_pieces_of_a_wheel_are_joined(tmp_path):
     [
         ("peers", ["--limit", "2", "--max-tokens", "4", "--clients", "1,2"], "cases"),
         ("first_byte", ["--tokens", "60", "--rounds", "1"], "milliseconds"),
+        ("cold_start", ["--limit", "2", "--max-tokens", "4", "--rounds", "2"], "gains"),
     ],
 )
 def test_servers_are_asked(name, words, key, toy_folder, tmp_path, monkeypatch, capsys):
     asked = tmp_path / "questions.jsonl"
     one = {"question_id": 1, "category": "c", "turns": ["one two three"]}
     asked.write_text("\n".join(json.dumps({**one, "question_id": i}) for i in range(2)))
-    more = ["--serve", f"--model {toy_folder}"]
-    if name == "peers":
-        more = ["--questions", str(asked), toy_folder]
-    shown, summary = run(name, [*words, *more], tmp_path / "out.json", monkeypatch, capsys)
+    server = [toy_folder] if name == "peers" else ["--serve", f"--model {toy_folder}"]
+    words = [*words, "--questions", str(asked), *server]
+    shown, summary = run(name, words, tmp_path / "out.json", monkeypatch, capsys)
     assert "| " in shown and summary[key]
 
 

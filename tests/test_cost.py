@@ -117,6 +117,22 @@ def test_a_machine_that_changes_is_followed_within_20_passes(speed):
     assert (cost.of_pass(32) - 6.0) * (6.0 / speed - 6.0) > 0
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_rows_that_begin_to_cost_are_followed_within_20_passes(noise):
+    def cost_of_rows(cost):
+        return (cost.of_pass(4) - cost.of_pass(1)) / 3 / cost.of_pass(1)
+
+    rng, cheap = random.Random(3), CostModel({1: 1.0, 4: 1.0, 8: 2.0})
+    slow = CostModel({1: 1.0, 4: 1.48, 8: 2.5})
+    cost = CostModel({1: 1.0, 4: 1.0, 8: 2.0})
+    for true, passes in (cheap, 200), (slow, 20):
+        for step in range(passes):
+            rows = 1 + step % 4
+            cost.observe_pass(rows, true.of_pass(rows) * math.exp(rng.gauss(0, noise)))
+            assert true is slow or cost_of_rows(cost) == pytest.approx(0, abs=0.03)
+    assert cost_of_rows(cost) == pytest.approx(0.16, rel=0.25)
+
+
 def test_a_slow_pass_now_and_then_changes_little():
     cost = CostModel({1: 1.0, 8: 2.0})
     for step in range(200):
@@ -225,6 +241,22 @@ def test_steps_of_many_begin_with_what_their_rows_lead_one_to_expect():
         budget = MeasuredBudget(CostModel({1: 1.0, 64: steep}))
         budget.begin("a method", 8, drafter="drafter")
         assert budget.kind == kind
+
+
+def test_a_trial_that_begins_with_much_reading_comes_later():
+    def first_trial(unread):
+        budget = MeasuredBudget(CostModel({1: 1.0, 64: 3.0}))
+        for step in itertools.count():
+            budget.begin("a method", 8, drafter="drafter", unread=lambda: unread)
+            if budget.kind == ASKED:
+                return step
+            budget.observe(8, budget.cost.of_pass(8), 0.0, asked=False)
+
+    # a token is guessed to take 0.04 of a pass of one row, and no more than 1 % may be lost
+    plain = CostModel({1: 1.0, 64: 3.0}).of_pass(8)
+    assert first_trial(0) <= MeasuredBudget.EXPLORE + 1
+    assert first_trial(30) == pytest.approx(30 * 0.04 / plain / MeasuredBudget.LOST, rel=0.1)
+    assert first_trial(10**6) in range(MeasuredBudget.LONGEST, MeasuredBudget.LONGEST + 2)
 
 
 def test_dear_rows_are_not_taken_and_cheap_ones_are():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from answers import answer
+from answers import answer, request, run
 from cases import THOROUGH
 from docs import save_drafter
 from drafters import DRAFTED
@@ -13,8 +13,11 @@ from features import Pair, held, interrupt, page_size
 from quickbeam import LLM, hub
 from quickbeam.drafters import feature
 from quickbeam.drafters.eagle import EagleDrafter, EagleState
+from quickbeam.engine.budget import MeasuredBudget
+from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.methods import make_method
+from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.params import SamplingParams
 
@@ -88,6 +91,26 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(ahead, monkey
             less = lambda self, chunks, n, hidden=(): adopt(self, chunks, n, hidden[:-1])  # noqa: E731
             patch.setattr(EagleState, "attach", less)
             second(Engine(target))
+
+
+@pytest.mark.parametrize(("arriving", "reads"), [(1, True), (8, False)])
+def test_a_prompt_is_read_along_where_the_load_to_come_will_ask(arriving, reads):
+    pair = Pair("attention")
+    # with eight sequences plain steps are expected to be the fastest
+    budget = MeasuredBudget(CostModel({1: 1.0, 8: 1.0, 16: 2.0, 32: 4.0}))
+    engine = Engine(pair.target, budget=budget, share=False)
+    method, params = Auto(pair.drafter), SamplingParams(max_tokens=12, ignore_eos=True)
+    prompt = list(range(6))
+
+    def new_request():
+        return request(pair.target, method, params, prompt, budget="auto")
+
+    run(engine, engine.add(new_request()))  # alone: the drafter was asked
+    sequences = [engine.add(new_request()) for _ in range(arriving)]
+    while not any(sequence.started for sequence in sequences):
+        engine.step()
+    unread = [sequence.draft_state.readable() for sequence in sequences if sequence.started]
+    assert all((count == 0) == reads for count in unread)
 
 
 def test_a_saved_head_is_a_drafter(toy_folder, tmp_path):

@@ -13,7 +13,7 @@ from transformers import GemmaTokenizer
 
 import gguf_files
 from cases import refuses
-from gguf_files import TINY, WHOLE_BLOCKS, finish, metadata, model_of, say, write
+from gguf_files import TINY, WHOLE_BLOCKS, finish, in_blocks, metadata, model_of, say, write
 from quickbeam import LLM, SamplingParams
 from quickbeam.errors import InvalidInput
 from quickbeam.models.compile.native_model import NativeModel
@@ -214,13 +214,35 @@ def test_drafts_change_no_answer_of_experts_and_convolutions(architecture, kinds
     drafts_change_no_answer(file, "q8_0")
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_XS"])
+GRIDS = ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"]
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_XS", *GRIDS, "TQ1_0", "TQ2_0"])
 def test_drafts_change_no_answer_of_blocks_of_256_inputs(kind, tmp_path):
     """Of an embedding, attention and experts."""
     stored = gguf.GGMLQuantizationType[kind]
     kinds = {"inp": None, "token_embd": stored, "attn": stored, "exps": stored}
     model = model_of("qwen3moe", **WHOLE_BLOCKS)
     drafts_change_no_answer(write(tmp_path / "tiny.gguf", "qwen3moe", model, kinds), kind.lower())
+
+
+@pytest.mark.parametrize("kind", [*GRIDS, "TQ1_0", "TQ2_0"])
+def test_blocks_answer_as_the_packages_numbers_do(kind, tmp_path):
+    """In float32, of a file in parts with the blocks and of one with the numbers as F32."""
+    stored = gguf.GGMLQuantizationType[kind]
+    kinds = {"token_embd": stored, "attn": stored, "exps": stored}
+    model = model_of("qwen3moe", **WHOLE_BLOCKS)
+    write(tmp_path / "blocks.gguf", "qwen3moe", model, kinds, split_max_tensors=10)
+    (file,) = tmp_path.glob("blocks-00001-of-*.gguf")
+    assert stored in {tensor.kind for tensor in GgufFile(file).tensors.values()}
+
+    def numbers(own, data):
+        wanted = any(part in own for part in kinds) and data.ndim > 1
+        return {own: gguf.dequantize(in_blocks(data, stored), stored) if wanted else data}
+
+    dense = write(tmp_path / "dense.gguf", "qwen3moe", model, change=numbers)
+    got, wanted = (logits(GgufCheckpoint(path, torch.float32, KERNELS)) for path in (file, dense))
+    assert torch.equal(got, wanted)
 
 
 def drafts_change_no_answer(file, name):
@@ -310,10 +332,10 @@ def test_what_is_not_known_is_named(tmp_path):
     file = write(tmp_path / "m.gguf", "llama", model_of("llama"), MIXED)
     data = bytearray(file.read_bytes())
     at = data.index(b"blk.0.attn_k.weight") + len(b"blk.0.attn_k.weight") + 4 + 16
-    data[at : at + 4] = struct.pack("<I", 21)
+    data[at : at + 4] = struct.pack("<I", 40)
     file.write_bytes(data)
     refuses(
-        r"blk\.0\.attn_k\.weight is stored as IQ3_S, .*read are .*Q3_K.*such as Q4_K_M",
+        r"blk\.0\.attn_k\.weight is stored as NVFP4, .*read are .*Q3_K.*such as Q4_K_M",
         LLM,
         str(file),
     )

@@ -66,7 +66,16 @@ BLOCKS = {
     "gpt2": {"attn": "Q8_0", "ffn": "Q5_1", "token_embd": "Q8_0"},
     "gpt-oss": {"exps": "MXFP4", "attn_q": "Q8_0"},
     "qwen2moe": {"inp": None, "exps": "Q8_0", "shexp": "Q5_0"},
-    "qwen3moe": {"inp": None, "attn": "Q3_K", "exps": "IQ4_XS", "token_embd": "Q2_K"},
+    "qwen3moe": {
+        "inp": None,
+        "attn_q.": "IQ2_XXS",
+        "attn_k.": "IQ3_S",
+        "attn_v": "TQ1_0",
+        "attn": "Q3_K",
+        "down_exps": "IQ1_M",
+        "exps": "IQ4_XS",
+        "token_embd": "Q2_K",
+    },
     "stablelm parallel": {"norm": None, "attn": "Q8_0", "ffn": "Q5_0"},
 }
 

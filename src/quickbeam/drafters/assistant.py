@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from quickbeam.drafters.assistant_file import read_assistant
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.folder import (
     check_tensors,
@@ -205,17 +206,18 @@ class AssistantDrafter(Drafter):
         return torch.cat([state.out[node] for node in parents])
 
 
-# --- loading, in transformers' layout ---
+# --- loading ---
 
 
-def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
-    """Load the assistant in `folder` for `model`, which the native kernels must run.
+def load_assistant(path: Path, model: Model) -> AssistantDrafter:
+    """Load the assistant in a folder or `.gguf` file for `model`.
 
-    The assistant reads the target's hidden states after the last norm, as transformers gives them.
-    Raises `InvalidInput` for another target's assistant, and for a folder that holds none.
+    The native kernels must run `model`. The assistant reads its hidden states after the last norm,
+    as transformers gives them. Raises `InvalidInput` for another target's assistant, and for a
+    folder or file that holds none.
     """
-    with named_errors(folder):
-        assistant: Any = read_config(folder)
+    with named_errors(path):
+        assistant, tensors = _read(path, model)
         fields: dict[str, Any] = dict(assistant.text_config)
         if window := fields.get("sliding_window"):
             # transformers' mask is inclusive: it reaches `window` tokens back from the last one
@@ -244,7 +246,7 @@ def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
                 )
         stored = {
             f"model.{name}" if name.startswith(MODULES) else name: tensor
-            for name, tensor in read_tensors(folder).items()
+            for name, tensor in tensors.items()
         }
         _check_shapes(stored, assistant, config, stack)
         weights: dict[str, Any] = {**stored, EMBEDDING: model.embedding.weight}
@@ -258,10 +260,18 @@ def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
     return AssistantDrafter(passes, split, head, model, layer)
 
 
+def _read(path: Path, model: Model) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return an assistant's configuration and its tensors, without a leading `model.`."""
+    if path.suffix != ".gguf":
+        return read_config(path), read_tensors(path)
+    kernels = model.pool.kernels if isinstance(model.pool, PagePool) else None
+    return read_assistant(path, model.dtype, kernels)
+
+
 def _sources(assistant: Any, config: Any, model: Model) -> dict[str, int]:
     """Return, by kind, the target's last layer that has keys and values of its own."""
     target = model.config
-    top = assistant.centroid_intermediate_top_k
+    top = assistant.centroid_intermediate_top_k if assistant.use_ordered_embeddings else 1
     if not target.model_type.startswith("gemma4"):
         raise InvalidInput(f"it is an assistant of Gemma 4, the target is a {target.model_type}")
     refuse_other_target(assistant.backbone_hidden_size, target=target.hidden_size)

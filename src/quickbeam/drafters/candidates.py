@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quickbeam.drafters.draft_model import same_tokens
-from quickbeam.drafters.layouts import DFLASH, GGUF_KEYS, Layout, layout_of
+from quickbeam.drafters.layouts import Layout, layout_of
 from quickbeam.drafters.mtp import runs_mtp
 from quickbeam.errors import first_line
 from quickbeam.hub import SELF, drafter_of, on_this_machine
@@ -144,8 +144,10 @@ def _head_fits(place: Path, layout: Layout, target: Model) -> bool:
     """Whether a head's configuration has the target's width and, if it says, its vocabulary."""
     if place.suffix == ".gguf":
         metadata = GgufFile(place).metadata
-        own_width = metadata.get(f"{DFLASH}.{GGUF_KEYS['hidden_size']}")
-        width = metadata.get(f"{DFLASH}.target_hidden_size", own_width)
+        architecture = metadata["general.architecture"]
+        keys = ("target_hidden_size", "embedding_length_out", "embedding_length")
+        widths = [metadata.get(f"{architecture}.{key}") for key in keys]
+        width = next((width for width in widths if width), None)
         return bool(width == target.config.hidden_size)
     fields = layout.fields(read_json(place / "config.json"))
     names = ("target_hidden_size", "backbone_hidden_size", "hidden_size")

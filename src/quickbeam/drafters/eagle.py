@@ -31,6 +31,8 @@ from quickbeam.models.cache.kv import Page, SequenceCache
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.torch.likeliest import rank_tokens, ranked_rows
 
+NO_ROWS = torch.empty(0)
+
 
 class EagleState(FeatureState):
     """What the EAGLE drafter keeps of one sequence.
@@ -51,7 +53,7 @@ class EagleState(FeatureState):
         self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None
     ) -> None:
         super().__init__(cache, ids, shortlist)
-        self.out = self.feature = torch.empty(0)
+        self.out = self.feature = NO_ROWS
         self.shadow: ShadowTree | None = None
         self.clusters: torch.Tensor | None = None
         self.root_clusters: torch.Tensor | None = None
@@ -68,7 +70,7 @@ class EagleState(FeatureState):
 
     def extend(self, tokens: Sequence[int]) -> None:
         super().extend(tokens)
-        if len(self.out):
+        if self.out.shape[0]:  # `len` of a tensor would ask for overrides first
             self.cache.commit([0])
         self.forget_tree()
         self.clusters = self.root_clusters = None
@@ -76,7 +78,7 @@ class EagleState(FeatureState):
 
     def forget_tree(self) -> None:
         self.shadow = None
-        self.out = self.feature = torch.empty(0)
+        self.out = self.feature = NO_ROWS
 
     def attach(
         self, chunks: Sequence[list[Page]], tokens: int, hidden: Sequence[torch.Tensor]

@@ -32,7 +32,7 @@ class HiddenQueue:
     def append(self, hidden: torch.Tensor) -> None:
         """Append a copy of the next tokens' rows `[k, width]`: a slice would keep the pass."""
         self._parts.append(hidden.clone())
-        self._count += len(hidden)
+        self._count += hidden.shape[0]  # `len` of a tensor would ask for overrides first
 
     def reset(self, parts: Sequence[torch.Tensor] = ()) -> None:
         """Forget all rows and take these."""

@@ -23,7 +23,7 @@ Fields = dict[str, Any]  # of a config.json
 EAGLE, BLOCK, ASSISTANT = "eagle", "block", "assistant"
 OWN_EAGLE = "quickbeam-eagle"  # `model_type` of our own feature drafters
 GEMMA_DSPARK = "Gemma4DSparkModel"  # an architecture
-DFLASH = "dflash"  # the architecture of llama.cpp's files
+DFLASH, GGUF_ASSISTANT = "dflash", "gemma4-assistant"  # architectures of llama.cpp's files
 # beginnings of names that need no place in a network: copies of the target's, and derived tensors
 COPIES = ("embed_tokens.", "lm_head.")
 DERIVED = ("d2t", "t2d", "rotary_emb.", "verifier_lm_head.", "verifier_norm.")
@@ -245,7 +245,10 @@ LAYOUTS = (
     ),
     Layout("quickbeam's own", EAGLE, lambda record: record.get("model_type") == OWN_EAGLE),
 )
-LLAMA_CPP = Layout("llama.cpp's dflash", BLOCK, lambda record: False)
+LLAMA_CPP = {  # by architecture
+    DFLASH: Layout("llama.cpp's dflash", BLOCK, lambda record: False),
+    GGUF_ASSISTANT: Layout("llama.cpp's gemma4-assistant", ASSISTANT, lambda record: False),
+}
 OTHER = Layout("", EAGLE, lambda record: False)  # a feature drafter in a layout of none of these
 
 # llama.cpp's names of a block drafter's modules, and what the network calls them
@@ -313,8 +316,7 @@ def layout_of(path: Path) -> Layout | None:
     if not path.is_dir():
         if path.suffix != ".gguf" or not path.is_file():
             return None
-        architecture = GgufFile(path).metadata.get("general.architecture")
-        return LLAMA_CPP if architecture == DFLASH else None
+        return LLAMA_CPP.get(str(GgufFile(path).metadata.get("general.architecture")))
     record = read_json(path / "config.json")
     possible = [layout for layout in LAYOUTS if layout.recognises(record)]
     if possible and not possible[0].tensors:

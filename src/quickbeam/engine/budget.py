@@ -12,7 +12,7 @@ in many tries a kind that is not the fastest.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import ClassVar
 
 from quickbeam.engine.cost import CostModel
@@ -59,6 +59,10 @@ class Speed:
         return seconds
 
 
+def _nothing() -> int:
+    return 0
+
+
 class MeasuredBudget:
     """Decides which steps draft, how many nodes a tree has, and which calls of a drafter are made.
 
@@ -100,53 +104,73 @@ class MeasuredBudget:
         nodes: int = 1,
         rows: int = 0,
         drafter: Hashable = None,
+        unread: Callable[[], int] = _nothing,
     ) -> None:
         """Open a step of so many sequences.
 
         `tokens`: of all their texts. `nodes`: of all their last trees. `rows`: rows of prompts that
-        the same pass reads. `drafter`: the one that may be asked, if there is one.
+        the same pass reads. `drafter`: the one that may be asked, if there is one. `unread`:
+        returns how many tokens it would have to read first.
         """
         self._setting = setting
         self._drafter = drafter
         self._sequences = sequences
         self._context = tokens // sequences
         self._other_rows = rows + round(nodes * (1 - 1 / sequences))  # of a pass without one tree
-        self._plain_seconds = self.cost.of_pass(sequences)
-        self._plain_seconds += sequences * self.cost.of_context(1, self._context)
+        self._plain_seconds = self._seconds_of_plain(sequences)
         self._explored = False
         self._node_costs: list[float] | None = None
-        speeds = self._speeds_of(setting, drafter)
+        speeds = self._speeds_of(sequences)
         self._speeds = speeds
-        self.fastest = max(speeds, key=lambda kind: speeds[kind].mean)
+        self.fastest = fastest_of(speeds)
         tokens_per_plain_pass = max(1.0, speeds[self.fastest].mean) * sequences
         self.rate = tokens_per_plain_pass / self._plain_seconds
         self.kind = self.fastest
         due = [kind for kind, speed in speeds.items() if speed.steps_since >= speed.pause]
+        if ASKED in due and not self._can_afford_reading(unread()):
+            due.remove(ASKED)
         if due:
             self.kind = max(due, key=lambda kind: speeds[kind].steps_since)
 
-    def _speeds_of(self, setting: Hashable, drafter: Hashable) -> dict[str, Speed]:
-        """Return the speeds of all kinds of steps under the present load.
+    def _can_afford_reading(self, tokens: int) -> bool:
+        """Whether a trial may begin with the drafter reading so many tokens.
+
+        As `observe` does after a trial, this bounds the share of the time that is lost.
+        """
+        lost = self.cost.of_reading(self._drafter, tokens) / self._plain_seconds
+        lost *= self._speeds[self.fastest].mean
+        return self._speeds[ASKED].steps_since >= min(lost / self.LOST, self.LONGEST)
+
+    def would_ask(self, sequences: int) -> bool:
+        """Whether steps like this one, but of so many sequences, would ask the drafter."""
+        return fastest_of(self._speeds_of(sequences)) == ASKED
+
+    def _seconds_of_plain(self, sequences: int) -> float:
+        """Return the seconds of a plain step's pass."""
+        contexts = sequences * self.cost.of_context(1, self._context)
+        return self.cost.of_pass(sequences) + contexts
+
+    def _speeds_of(self, sequences: int) -> dict[str, Speed]:
+        """Return the speeds of all kinds of steps of so many sequences in the present setting.
 
         Steps of one sequence are all of one kind: there the tree alone decides.
         """
-        sequences = self._sequences
         load = sequences if sequences <= 4 else round(2 * math.log2(sequences)) + 1
-        key = setting, load
+        key = self._setting, load
         if key not in self._speeds_by_load:
-            kinds = [PLAIN, FREE] if drafter is None else [PLAIN, FREE, ASKED]
+            kinds = [PLAIN, FREE] if self._drafter is None else [PLAIN, FREE, ASKED]
             possible = kinds if sequences > 1 else kinds[-1:]
-            guesses = {kind: Speed(self._guess(kind, drafter)) for kind in possible}
+            guesses = {kind: Speed(self._guess(kind, sequences)) for kind in possible}
             self._speeds_by_load[key] = guesses
         return self._speeds_by_load[key]
 
-    def _guess(self, kind: str, drafter: Hashable) -> float:
+    def _guess(self, kind: str, sequences: int) -> float:
         tokens, rows = self.GUESSES[kind]
         cost = self.cost
-        seconds = cost.of_pass(rows * self._sequences) - cost.of_pass(self._sequences)
+        seconds = cost.of_pass(rows * sequences) - cost.of_pass(sequences)
         if kind == ASKED:
-            seconds += cost.of_call(drafter, self._sequences)
-        return tokens / (1 + seconds / self._plain_seconds)
+            seconds += cost.of_call(self._drafter, sequences)
+        return tokens / (1 + seconds / self._seconds_of_plain(sequences))
 
     def explore(self, seconds: float) -> bool:
         """Whether to try a tree and a call whatever they bring, if the call takes `seconds`.
@@ -214,6 +238,11 @@ class MeasuredBudget:
             other.steps_since = 0 if kind == self.kind else other.steps_since + 1
         steps = self._steps_since_call.get(self._setting, 0)
         self._steps_since_call[self._setting] = 0 if asked else steps + 1
+
+
+def fastest_of(speeds: Mapping[str, Speed]) -> str:
+    """Return the kind of steps with the most tokens a second."""
+    return max(speeds, key=lambda kind: speeds[kind].mean)
 
 
 def convex_slopes(widths: Sequence[int], seconds: Sequence[float]) -> list[float]:

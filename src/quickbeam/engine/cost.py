@@ -6,6 +6,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 
+import numpy as np
+
+from quickbeam.noise import Array
+
 
 class Table:
     """Seconds by size: between its `sizes` in line, beyond the last in proportion."""
@@ -32,6 +36,58 @@ class Table:
             return self.seconds[i] * max(1.0, size / self.sizes[i])
         return self.seconds[i - 1] * (1 - part) + self.seconds[i] * part
 
+    def parts(self, size: int) -> list[float]:
+        """Return what each of `sizes` adds to the seconds of `size`: they sum to `at(size)`."""
+        i, part = self.near(size)
+        parts = [0.0] * len(self.sizes)
+        if part == 1:
+            parts[i] = self.at(size)
+        else:
+            parts[i - 1] = self.seconds[i - 1] * (1 - part)
+            parts[i] = self.seconds[i] * part
+        return parts
+
+
+class Drift:
+    """Follows numbers that drift, from noisy observations of weighted sums: a Kalman filter.
+
+    The numbers are logarithms of seconds. Between two observations all drift alike, since the
+    machine's speed may change, and each by itself, though near sizes similarly.
+
+    `sizes`: of each number. Numbers are near whose sizes differ by a small factor.
+    """
+
+    ALIKE = 0.02  # standard deviation of the common drift from one observation to the next
+    ALONE = 0.02  # the same of the drift of each number
+    NEAR = 2.0  # doublings of the size over which drifts become independent
+    NOISE = 0.07  # standard deviation of an observation
+    OUTLIER = 3.0  # standard deviations; an error beyond them counts as if it were there
+    FIRST = 4  # at first a number is as uncertain as after so many observations of others
+    LONGEST = 64  # and never more than after so many
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        doublings = np.log2(np.array(sizes, np.float64))
+        distances = np.abs(doublings[:, None] - doublings[None])
+        alone = self.ALONE**2 * np.exp(-distances / self.NEAR)
+        self._drift = self.ALIKE**2 + alone
+        self._covariance = self.FIRST * self._drift
+
+    def correct(self, weights: Array, error: float) -> list[float]:
+        """Return by how much each number has to be corrected, `[n]`.
+
+        `weights`: `[n]`, of the numbers in the sum. `error`: the observed sum less the expected.
+        """
+        covariance = self._covariance
+        covariance *= 1 - 1 / self.LONGEST
+        covariance += self._drift
+        with_sum = covariance.dot(weights)
+        variance = float(weights.dot(with_sum)) + self.NOISE**2
+        gain = with_sum / variance
+        covariance -= gain[:, None] * with_sum
+        largest = self.OUTLIER * math.sqrt(variance)
+        corrections: list[float] = (gain * max(-largest, min(largest, error))).tolist()
+        return corrections
+
 
 class CostModel:
     """Seconds of passes of the target and of a drafter's calls: measured at first, then followed.
@@ -45,11 +101,10 @@ class CostModel:
     Raises `ValueError` if no pass was measured.
     """
 
-    FADE = 0.1  # the share of a difference that one observation corrects
-    MOST = 0.5  # the same where nothing like it was observed for long
-    COMMON = 0.05  # the same of all other sizes: the machine's speed may have changed
+    FADE = 0.1  # the share of a difference that one timed call corrects
     LARGEST = 4.0  # a time that differs by a larger factor counts as different by this factor
     CALL = 0.4  # share of a plain pass that a call is guessed to take before one was timed
+    CONTEXT = 1 << 16  # stands for contexts among the sizes that drift: it is near none
     READ = 0.1  # share of a call that reading a token takes, about
     FIRST_CALLS = 3  # of so many calls the fastest counts, as a busy machine only adds time
     FURTHER_CALL = 0.15  # share of a call that each further sequence adds before that was seen
@@ -61,8 +116,7 @@ class CostModel:
             raise ValueError("no cost was measured")
         self._passes = Table(passes)
         self._per_token = Table(per_token or {1: 0.0})
-        # by size, how many passes of about as many rows there were: a fading count
-        self._seen = [1 / self.FADE] * len(passes)
+        self._drift = Drift([*self._passes.sizes, self.CONTEXT])
         self._calls: dict[Hashable, dict[int, float]] = {}  # by drafter and number of sequences
         self._timed: dict[Hashable, int] = {}  # by drafter, how many calls were timed
 
@@ -108,25 +162,23 @@ class CostModel:
     def observe_pass(self, rows: int, seconds: float, context: float = 0.0) -> None:
         """Record that a pass took `seconds`, of which `context` are expected for the contexts.
 
-        The sizes nearest to `rows` take most of the correction. A size takes more of it the longer
-        ago it was seen. What contexts add takes more of it the larger its share of the time. A part
-        of the correction goes to all sizes: otherwise what was in use while the machine was busy
-        would seem slow afterwards.
+        What was expected is a sum, over measured sizes and contexts. Each part is corrected by its
+        share, by how uncertain it is, and by what its time has in common with the others'
+        (`Drift`).
         """
-        expected = self.of_pass(rows) + context
-        ratio = self._ratio(seconds, expected)
         passes = self._passes
-        shares = [0.0] * len(passes.sizes)
-        i, part = passes.near(rows)
-        shares[i - 1] = 1 - part
-        shares[i] = part
-        for i, share in enumerate(shares):
-            self._seen[i] = (1 - self.FADE) * self._seen[i] + share
-            recent = min(self.MOST, share / self._seen[i])
-            passes.seconds[i] *= math.pow(ratio, max(self.COMMON, recent))
-        correction = self.COMMON + (self.FADE - self.COMMON) * context / expected
-        context_factor = math.pow(ratio, correction)
-        self._per_token.seconds = [seconds * context_factor for seconds in self._per_token.seconds]
+        parts = [*passes.parts(rows), context]
+        expected = sum(parts)
+        error = math.log(self._ratio(seconds, expected))
+        corrections = self._drift.correct(np.array(parts) / expected, error)
+        *factors, context_factor = map(math.exp, corrections)
+        passes.seconds = [
+            size_seconds * factor
+            for size_seconds, factor in zip(passes.seconds, factors, strict=True)
+        ]
+        self._per_token.seconds = [
+            token_seconds * context_factor for token_seconds in self._per_token.seconds
+        ]
 
     def observe_call(self, drafter: Hashable, sequences: int, seconds: float) -> None:
         """Record that a call took `seconds`. The first one does not count: it may pack weights."""

@@ -13,7 +13,7 @@ import torch
 from quickbeam.config import EngineOptions
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.texts import AnswerMemory
-from quickbeam.engine.budget import ASKED, MAX_NODES, MAX_NODES_SLOW, MeasuredBudget
+from quickbeam.engine.budget import MAX_NODES, MAX_NODES_SLOW, MeasuredBudget
 from quickbeam.engine.commit import Commit
 from quickbeam.engine.measuring import measure
 from quickbeam.engine.prefix_cache import PrefixCache
@@ -271,7 +271,7 @@ class Engine:
             return True
         if sequence.drafter is not None and sequence.drafter.skips:
             return False  # it reads the end of the prompt once a call is expected to pay
-        return self._budget.fastest == ASKED
+        return self._budget.would_ask(len(self.scheduler.active))
 
     def _advance_drafters(self, scheduled: Sequence[ScheduledPart]) -> None:
         """Let drafters read prompts, and hidden states that have waited for long.

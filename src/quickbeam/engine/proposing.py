@@ -116,6 +116,7 @@ class StepProposer:
             nodes=sum(sequence.nodes for sequence in self.running),
             rows=self._prompts,
             drafter=drafters[0] if drafters else None,
+            unread=lambda: sum(_tokens_to_read(sequence) for sequence in measured),
         )
         return budget
 

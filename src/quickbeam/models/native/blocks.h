@@ -33,6 +33,15 @@ inline FileBlock file_block(int32_t format) {  // {0, 0} for what no file holds
     case Q4_K: return {256, 144};
     case Q5_K: return {256, 176};
     case Q6_K: return {256, 210};
+    case IQ1_S: return {256, 50};
+    case IQ1_M: return {256, 56};
+    case IQ2_XXS: return {256, 66};
+    case IQ2_XS: return {256, 74};
+    case IQ2_S: return {256, 82};
+    case IQ3_XXS: return {256, 98};
+    case IQ3_S: return {256, 110};
+    case TQ1_0: return {256, 54};
+    case TQ2_0: return {256, 66};
     case W4_G32: return {32, 21};
     case W4_G128: return {128, 69};
     case W8_G32: return {32, 37};
@@ -43,8 +52,45 @@ inline FileBlock file_block(int32_t format) {  // {0, 0} for what no file holds
   }
 }
 
-// The values of a block, from 0 on.
-static void values_of(int32_t format, const uint8_t* block, uint8_t* q) {
+static uint32_t word_at(const uint8_t* p, size_t bytes) {
+  uint32_t word = 0;
+  std::memcpy(&word, p, bytes);
+  return word;
+}
+
+// Of the formats with a grid: inputs that a row of the grid is for; the row for inputs from i * grid_width on; the signs of inputs from i * 8 on, a bit
+// each (1: minus; of IQ1: less an eighth).
+static int64_t grid_width(int32_t format) { return format == IQ3_XXS || format == IQ3_S ? 4 : 8; }
+static int64_t grid_row(int32_t format, const uint8_t* block, int64_t i) {
+  switch (format) {
+    case IQ1_S: return block[2 + i] | (word_at(block + 34 + i / 4 * 2, 2) >> i % 4 * 3 & 7) << 8;
+    case IQ1_M: return block[i] | (block[32 + i / 2] >> i % 2 * 4 & 7) << 8;
+    case IQ2_XXS: return block[2 + i / 4 * 8 + i % 4];
+    case IQ2_XS: return word_at(block + 2 + i * 2, 2) & 511;
+    case IQ2_S: return block[2 + i] | (block[66 + i / 4] >> i % 4 * 2 & 3) << 8;
+    case IQ3_XXS: return block[2 + i];
+    default: return block[2 + i] | (block[66 + i / 8] >> i % 8 & 1) << 8;  // IQ3_S
+  }
+}
+static uint8_t grid_signs(int32_t format, const uint8_t* block, int64_t i) {
+  const auto eight = [](uint32_t seven) {  // an even number of them is minus
+    uint32_t odd = seven ^ seven >> 4;
+    odd ^= odd >> 2, odd ^= odd >> 1;
+    return uint8_t(seven | (odd & 1) << 7);
+  };
+  switch (format) {
+    case IQ1_S: return block[35 + i / 4 * 2] & 128 ? 255 : 0;
+    case IQ1_M: return block[32 + i / 2] >> i % 2 * 4 & 8 ? 255 : 0;
+    case IQ2_XXS: return eight(word_at(block + 6 + i / 4 * 8, 4) >> i % 4 * 7 & 127);
+    case IQ2_XS: return eight(block[3 + i * 2] >> 1);
+    case IQ2_S: return block[34 + i];
+    case IQ3_XXS: return eight(word_at(block + 66 + i / 4 * 4, 4) >> i % 4 * 7 & 127);
+    default: return block[74 + i];  // IQ3_S
+  }
+}
+
+// The values of a block, from 0 on. `grid`: [rows][grid_width] ranks of magnitudes, null for a format without.
+static void values_of(int32_t format, const uint8_t* grid, const uint8_t* block, uint8_t* q) {
   const auto halves = [&q](const uint8_t* from, int count) {  // the low halves are the first inputs, the high ones those behind
     for (int i = 0; i < count; ++i) q[i] = from[i] & 15, q[count + i] = from[i] >> 4;
   };
@@ -68,8 +114,9 @@ static void values_of(int32_t format, const uint8_t* block, uint8_t* q) {
       for (int i = 0; i < 32; ++i) q[i] = uint8_t(block[2 + i] ^ 128);
       break;
     case Q2_K:
-    case Q3_K: {
-      const uint8_t* low = block + (format == Q2_K ? 16 : 32);
+    case Q3_K:
+    case TQ2_0: {
+      const uint8_t* low = block + (format == Q2_K ? 16 : format == Q3_K ? 32 : 0);
       for (int i = 0; i < 256; ++i) {
         q[i] = low[i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3;
         if (format == Q3_K) q[i] = uint8_t(q[i] | (block[i % 32] >> i / 32 & 1) << 2);
@@ -96,6 +143,28 @@ static void values_of(int32_t format, const uint8_t* block, uint8_t* q) {
     case W8_G128: std::memcpy(q, block + 5, size_t(file_block(format).inputs)); break;
     case FP8_G32:
     case FP8_G128: std::memcpy(q, block + 4, size_t(file_block(format).inputs)); break;
+    case IQ1_S:
+    case IQ1_M:
+    case IQ2_XXS:
+    case IQ2_XS:
+    case IQ2_S:
+    case IQ3_XXS:
+    case IQ3_S: {
+      const int64_t width = grid_width(format), sign_bit = LAYOUTS[format].bits - 1;
+      for (int64_t i = 0; i < 256; ++i) {
+        const uint8_t rank = grid[grid_row(format, block, i / width) * width + i % width];
+        q[i] = uint8_t(rank | (grid_signs(format, block, i / 8) >> i % 8 & 1) << sign_bit);
+      }
+      break;
+    }
+    case TQ1_0: {
+      const auto digits = [&q](const uint8_t* from, int count, int each) {  // to base 3, the first of all bytes before the second
+        for (int n = 0, power = 1; n < each; ++n, power *= 3)
+          for (int i = 0; i < count; ++i) *q++ = uint8_t(uint8_t(from[i] * power) * 3 >> 8);
+      };
+      digits(block, 32, 5), digits(block + 32, 16, 5), digits(block + 48, 4, 4);
+      break;
+    }
     default:  // Q6_K
       for (int part = 0; part < 2; ++part, q += 128)
         for (int i = 0; i < 32; ++i) {
@@ -103,6 +172,40 @@ static void values_of(int32_t format, const uint8_t* block, uint8_t* q) {
           q[i] = uint8_t((a & 15) | (bits & 3) << 4), q[32 + i] = uint8_t((b & 15) | (bits >> 2 & 3) << 4);
           q[64 + i] = uint8_t(a >> 4 | (bits >> 4 & 3) << 4), q[96 + i] = uint8_t(b >> 4 | bits >> 6 << 4);
         }
+  }
+}
+
+// The whole number that scale j of a block is, of those that have signs.
+static int whole_scale(int32_t format, const uint8_t* block, int64_t j) {
+  const auto half = [j](const uint8_t* from) { return from[j / 2] >> j % 2 * 4 & 15; };
+  const auto odd = [](uint32_t n) { return int(2 * n + 1); };
+  switch (format) {
+    case Q3_K: {  // 6 bits, less 32
+      const uint8_t* s = block + 96;
+      return ((j < 8 ? s[j] & 15 : s[j - 8] >> 4) | (s[8 + j % 4] >> j / 4 * 2 & 3) << 4) - 32;
+    }
+    case Q6_K: return int8_t(block[192 + j]);
+    case IQ4_XS: return (half(block + 4) | (block[2 + j / 4] >> j % 4 * 2 & 3) << 4) - 32;
+    case IQ1_S: return odd(block[35 + j * 2] >> 4 & 7);
+    case IQ1_M: return odd(word_at(block + 48 + j / 4 * 2, 2) >> j % 4 * 3 & 7);
+    case IQ2_XXS: return odd(block[9 + j * 8] >> 4);
+    case IQ2_XS: return odd(half(block + 66));
+    case IQ2_S: return odd(half(block + 74));
+    case IQ3_XXS: return odd(block[69 + j * 4] >> 4);
+    case IQ3_S: return odd(half(block + 106));
+    default: return 1;  // TQ1_0, TQ2_0
+  }
+}
+
+// The bits of the half precision number that these are taken times.
+static uint16_t super_scale(int32_t format, const uint8_t* block) {
+  switch (format) {
+    case Q3_K: return uint16_t(word_at(block + 108, 2));
+    case Q6_K: return uint16_t(word_at(block + 208, 2));
+    case TQ1_0: return uint16_t(word_at(block + 52, 2));
+    case TQ2_0: return uint16_t(word_at(block + 64, 2));
+    case IQ1_M: return uint16_t(block[49] >> 4 | (block[51] & 240) | (block[53] & 240) << 4 | (block[55] & 240) << 8);
+    default: return uint16_t(word_at(block, 2));
   }
 }
 
@@ -136,20 +239,11 @@ static void put_scales(int32_t format, const uint8_t* block, uint8_t* scales, in
     case ZERO_4: scales[(groups + by - 1) / by * 64 + g / by * 16 + lane] = block[4]; [[fallthrough]];
     case FLOAT:
     case FLOAT_4: std::memcpy(scales + g / by * 64 + lane * 4, block, 4); break;
-    case SIGNED:  // 6 bits, less 32
-      for (int64_t j = 0; j < 8; ++j) {
-        const int low = block[4 + j / 2] >> j % 2 * 4 & 15, high = block[2 + j / 4] >> j % 4 * 2 & 3;
-        scales[(g + j) * 16 + lane] = uint8_t((low | high << 4) - 32);
-      }
-      std::memcpy(scales + SUPER_GROUPS * 16 + lane * 2, block, 2);
-      break;
-    default: {  // SIGNED_16
-      const uint8_t* s = block + (format == Q3_K ? 96 : 192);
-      for (int64_t j = 0; j < 16; ++j) {  // of Q3_K 6 bits, less 32
-        const int low = j < 8 ? s[j] & 15 : s[j - 8] >> 4, high = s[8 + j % 4] >> j / 4 * 2 & 3;
-        scales[(g + j / 2) * 32 + j % 2 * 16 + lane] = uint8_t(format == Q3_K ? (low | high << 4) - 32 : s[j]);
-      }
-      std::memcpy(super + lane * 2, block + (format == Q3_K ? 108 : 208), 2);
+    default: {  // SIGNED, SIGNED_16
+      const int64_t pieces = pieces_of(LAYOUTS[format].scales);
+      const uint16_t half = super_scale(format, block);
+      for (int64_t j = 0; j < SUPER_GROUPS * pieces; ++j) scales[(g * pieces + j) * 16 + lane] = uint8_t(whole_scale(format, block, j));
+      std::memcpy(scales + SUPER_GROUPS * pieces * 16 + lane * 2, &half, 2);
     }
   }
 }
@@ -187,7 +281,7 @@ static void put_float8(const uint8_t* q, uint8_t* to, int64_t lane) {
 }
 
 // `outputs` rows (at most 16), `row_bytes` apart, to a block.
-static void repack(int32_t format, const uint8_t* rows, int64_t row_bytes, int64_t outputs, int64_t inputs, uint8_t* to) {
+static void repack(int32_t format, const uint8_t* grid, const uint8_t* rows, int64_t row_bytes, int64_t outputs, int64_t inputs, uint8_t* to) {
   const Layout& of = LAYOUTS[format];
   const FileBlock block = file_block(format);
   const int64_t groups = groups_of(inputs);
@@ -196,7 +290,7 @@ static void repack(int32_t format, const uint8_t* rows, int64_t row_bytes, int64
   for (int64_t lane = 0; lane < outputs; ++lane) {
     const uint8_t* from = rows + lane * row_bytes;
     for (int64_t i = 0; i < inputs; i += block.inputs, from += block.bytes) {
-      values_of(format, from, q);
+      values_of(format, grid, from, q);
       const int64_t g = i / GROUP, eight = g / SUPER_GROUPS * SUPER_GROUPS;
       put_scales(format, from, to + scales_place(of, groups, eight), eight_count(groups, eight), g - eight, lane);
       for (int64_t k = 0; k < block.inputs; k += GROUP) {
@@ -223,7 +317,7 @@ static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t 
     const uint8_t* values = block + group_place(of, g);
     if (g % SUPER_GROUPS == 0 && of.scales != OUTPUT) {
       scales = block + scales_place(of, groups, g);
-      load_scales(of.scales, scales, eight_count(groups, g), eight);
+      load_scales(of, scales, eight_count(groups, g), eight);
     }
     const auto& own = eight.of[g % SUPER_GROUPS];
     float by[2], plus[2] = {};  // of the two halves of the group
@@ -253,9 +347,9 @@ static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t 
 }
 
 // The numbers of a file's row. `block`: scratch.
-static void dense_row(int32_t format, const uint8_t* row, int64_t inputs, std::vector<uint8_t>& block, float* to) {
+static void dense_row(int32_t format, const uint8_t* grid, const uint8_t* row, int64_t inputs, std::vector<uint8_t>& block, float* to) {
   block.resize(size_t(block_bytes(format, inputs)));
-  repack(format, row, 0, 1, inputs, block.data());
+  repack(format, grid, row, 0, 1, inputs, block.data());
   dense(format, block.data(), inputs, 0, to);
 }
 

@@ -23,10 +23,11 @@
 
 namespace qb {
 
-// In the order of `library.FORMATS`. INT4 is Q4_1 of GGUF files, and those from Q4_0 to MXFP4 are named as there. The last are of checkpoints:
+// In the order of `library.FORMATS`. INT4 is Q4_1 of GGUF files, and those from Q4_0 to TQ2_0 are named as there. The last are of checkpoints:
 // whole numbers of 4 and 8 bits, and float8 numbers (`float8.h`), with a scale for 32 or for 128 inputs.
 enum Format : int32_t {
   BFLOAT16, INT8, INT4, FLOAT32, Q4_0, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
+  IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, TQ1_0, TQ2_0,
   W4_G32, W4_G128, W8_G32, W8_G128, FP8_G32, FP8_G128
 };
 
@@ -45,10 +46,16 @@ struct Layout {
   Scales scales;
   int32_t offset;        // of values
   const uint8_t* table;  // of 16 numbers, from which `offset` is taken; null for none
+  float factor = 1.0f;   // of the scales of eight groups, a power of two
 };
 
 constexpr uint8_t IQ4_NL_TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 constexpr uint8_t MXFP4_TABLE[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+// Of the formats with a grid: the magnitudes first, behind them the same with a minus. Of IQ1 eighths: -1, 0 and 1 plus an eighth, and less one.
+constexpr uint8_t IQ1_TABLE[16] = {121, 129, 137, 128, 119, 127, 135, 128};
+constexpr uint8_t IQ2_TABLE[16] = {136, 153, 171, 128, 120, 103, 85, 128};
+constexpr uint8_t IQ3_XXS_TABLE[16] = {132, 140, 148, 156, 164, 172, 180, 190, 124, 116, 108, 100, 92, 84, 76, 66};
+constexpr uint8_t IQ3_S_TABLE[16] = {129, 131, 133, 135, 137, 139, 141, 143, 127, 125, 123, 121, 119, 117, 115, 113};
 constexpr Layout LAYOUTS[] = {
     {16, NONE, 0, nullptr}, {8, OUTPUT, 128, nullptr}, {4, PAIR, 0, nullptr}, {32, NONE, 0, nullptr},
     // from Q4_0 on
@@ -57,6 +64,11 @@ constexpr Layout LAYOUTS[] = {
     {2, SUPER_16, 0, nullptr}, {3, SIGNED_16, 4, nullptr}, {4, SUPER, 0, nullptr}, {5, SUPER, 0, nullptr}, {6, SIGNED_16, 32, nullptr},
     // from IQ4_NL on
     {4, HALF, 128, IQ4_NL_TABLE}, {4, SIGNED, 128, IQ4_NL_TABLE}, {4, EXPONENT, 128, MXFP4_TABLE},
+    // from IQ1_S on
+    {3, SIGNED, 128, IQ1_TABLE, 0.125f}, {3, SIGNED_16, 128, IQ1_TABLE, 0.125f}, {3, SIGNED, 128, IQ2_TABLE, 0.125f},
+    {3, SIGNED_16, 128, IQ2_TABLE, 0.125f}, {3, SIGNED_16, 128, IQ2_TABLE, 0.125f},
+    // from IQ3_XXS on
+    {4, SIGNED, 128, IQ3_XXS_TABLE, 0.25f}, {4, SIGNED, 128, IQ3_S_TABLE}, {2, SIGNED, 1, nullptr}, {2, SIGNED, 1, nullptr},
     // of checkpoints
     {4, ZERO, 0, nullptr}, {4, ZERO_4, 0, nullptr}, {8, ZERO, 0, nullptr}, {8, ZERO_4, 0, nullptr}, {8, FLOAT, 0, nullptr}, {8, FLOAT_4, 0, nullptr}};
 
@@ -130,7 +142,8 @@ struct Scales8 {
 };
 
 // Of `count` groups that follow one another, behind whose values stand `scales`.
-inline void load_scales(Scales kind, const uint8_t* scales, int64_t count, Scales8& to) {
+inline void load_scales(const Layout& layout, const uint8_t* scales, int64_t count, Scales8& to) {
+  const Scales kind = layout.scales;
   const auto halves = [](const uint8_t* p) { return load_half_floats(reinterpret_cast<const uint16_t*>(p)); };
   const uint8_t *own = scales, *super = scales + SUPER_GROUPS * 32;
   const int64_t by = shared_by(kind), shared = (count + by - 1) / by;
@@ -159,11 +172,11 @@ inline void load_scales(Scales kind, const uint8_t* scales, int64_t count, Scale
       }
       break;
     case SIGNED:
-      to.by = halves(scales + SUPER_GROUPS * 16);
+      to.by = mul(halves(scales + SUPER_GROUPS * 16), all(layout.factor));
       for (int64_t i = 0; i < SUPER_GROUPS; ++i) to.of[i].by = load_numbers(reinterpret_cast<const int8_t*>(scales + i * 16));
       break;
     case SIGNED_16:
-      to.by = halves(super);
+      to.by = mul(halves(super), all(layout.factor));
       for (int64_t i = 0; i < SUPER_GROUPS; ++i) {
         const int8_t* two = reinterpret_cast<const int8_t*>(own + i * 32);
         to.of[i] = {load_numbers(two), load_numbers(two + 16)};
@@ -183,7 +196,7 @@ inline void load_scales(Scales kind, const uint8_t* scales, int64_t count, Scale
 
 // The same of `groups` groups from w on, the first of eight. One function for all products, which would be large otherwise.
 QB_OF_ITS_OWN static void scales_of(const Layout& of, const uint8_t* w, int64_t groups, Scales8* to) {
-  for (int64_t g = 0; g < groups; g += SUPER_GROUPS, ++to) load_scales(of.scales, w + scales_place(of, groups, g), eight_count(groups, g), *to);
+  for (int64_t g = 0; g < groups; g += SUPER_GROUPS, ++to) load_scales(of, w + scales_place(of, groups, g), eight_count(groups, g), *to);
 }
 
 // Products of values of `BITS` bits with scales of a KIND: OUTPUT, HALF (of a group, whatever holds it), PAIR (lowest values as well), ZERO
@@ -212,7 +225,8 @@ struct Values {
     if constexpr (BITS == 8) return load_bytes(w + C * 64);
     else {
       const Bytes low = part<C, LOW, 0>(w);
-      if constexpr (TABLE) return looked_up(low, table);
+      if constexpr (TABLE && HIGH > 0) return looked_up(either(low, part<C, HIGH, LOW>(w)), table);
+      else if constexpr (TABLE) return looked_up(low, table);
       else if constexpr (HIGH > 0) return either(low, part<C, HIGH, LOW>(w));
       else return low;
     }
@@ -276,19 +290,22 @@ struct Values {
 // f(Values<...>) for what a layout needs.
 template <class F>
 static void with_values(const Layout& of, F f) {
-  const bool lowest = of.scales == PAIR, super = of.scales == SUPER, zero_point = zeroed(of.scales);
+  const bool lowest = of.scales == PAIR, super = of.scales == SUPER, zero_point = zeroed(of.scales), by_group = of.scales == SIGNED;
   if (of.bits == 8 && zero_point) f(Values<8, ZERO, false>());
   else if (zero_point) f(Values<4, ZERO, false>());
   else if (of.scales == OUTPUT) f(Values<8, OUTPUT, false>());
   else if (of.bits == 8) f(Values<8, HALF, false>());
+  else if (of.bits == 2 && by_group) f(Values<2, SIGNED, false>());
   else if (of.bits == 2) f(Values<2, SUPER_16, false>());
+  else if (of.bits == 3 && by_group) f(Values<3, SIGNED, true>());
+  else if (of.bits == 3 && of.table) f(Values<3, SIGNED_16, true>());
   else if (of.bits == 3) f(Values<3, SIGNED_16, false>());
   else if (of.bits == 6) f(Values<6, SIGNED_16, false>());
   else if (of.bits == 5 && super) f(Values<5, SUPER, false>());
   else if (super) f(Values<4, SUPER, false>());
   else if (of.bits == 5 && lowest) f(Values<5, PAIR, false>());
   else if (of.bits == 5) f(Values<5, HALF, false>());
-  else if (of.scales == SIGNED) f(Values<4, SIGNED, true>());
+  else if (by_group) f(Values<4, SIGNED, true>());
   else if (of.table) f(Values<4, HALF, true>());
   else if (lowest) f(Values<4, PAIR, false>());
   else f(Values<4, HALF, false>());

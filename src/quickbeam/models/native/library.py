@@ -52,13 +52,14 @@ class Format(NamedTuple):
 
     `number`: what operations call it. A block of `inputs` elements takes `bytes` in a file
     (`BlockRows`); 1 input stands for no blocks. `file_type`: its number in `.gguf` files; None
-    where these don't have it.
+    where these don't have it. `grid`: whether its values are read with a grid (`grids.py`).
     """
 
     number: int
     inputs: int
     bytes: int
     file_type: int | None = None
+    grid: bool = False
 
 
 FORMATS: dict[str, Format] = {  # by name
@@ -78,13 +79,22 @@ FORMATS: dict[str, Format] = {  # by name
     "iq4_nl": Format(13, 32, 18, 20),
     "iq4_xs": Format(14, 256, 136, 23),
     "mxfp4": Format(15, 32, 17, 39),
+    "iq1_s": Format(16, 256, 50, 19, grid=True),
+    "iq1_m": Format(17, 256, 56, 29, grid=True),
+    "iq2_xxs": Format(18, 256, 66, 16, grid=True),
+    "iq2_xs": Format(19, 256, 74, 17, grid=True),
+    "iq2_s": Format(20, 256, 82, 22, grid=True),
+    "iq3_xxs": Format(21, 256, 98, 18, grid=True),
+    "iq3_s": Format(22, 256, 110, 21, grid=True),
+    "tq1_0": Format(23, 256, 54, 34),
+    "tq2_0": Format(24, 256, 66, 35),
     # of AWQ, GPTQ and compressed-tensors
-    "w4g32": Format(16, 32, 21),
-    "w4g128": Format(17, 128, 69),
-    "w8g32": Format(18, 32, 37),
-    "w8g128": Format(19, 128, 133),
-    "fp8g32": Format(20, 32, 36),
-    "fp8g128": Format(21, 128, 132),
+    "w4g32": Format(25, 32, 21),
+    "w4g128": Format(26, 128, 69),
+    "w8g32": Format(27, 32, 37),
+    "w8g128": Format(28, 128, 133),
+    "fp8g32": Format(29, 32, 36),
+    "fp8g128": Format(30, 128, 132),
 }
 
 
@@ -115,6 +125,7 @@ class Op(Structure):
         ("bidirectional", c_int32),
         ("experts", c_void_p),
         *_fields(c_int64, "first_expert last_expert"),
+        ("grid", c_void_p),
     )
 
 
@@ -241,7 +252,7 @@ SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "pack": ((c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), None),
     "block_bytes": ((c_int32, c_int64), c_int64),
     "quantise": ((c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), c_int64),
-    "repack": ((c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), None),
+    "repack": ((c_int32, *2 * (c_void_p,), *3 * (c_int64,), c_void_p, c_int64), None),
     "to_blocks": ((POINTER(StoredWeight), c_void_p), c_int64),
     "dense": ((c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p), None),
     "put": ((c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p), None),

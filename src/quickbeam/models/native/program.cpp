@@ -57,6 +57,7 @@ struct Op {
   int32_t bidirectional;                    // of ATTEND: the rows of a sequence see one another
   Experts* experts;                         // of EXPERTS, whose scores are in `key`, routes in `value`, inner numbers in `best`
   int64_t first_expert, last_expert;        // only these, the last excluded; -1 first: the first one, with routes made and the target cleared
+  const uint8_t* grid;                      // of EMBED: of the weight's format (`blocks.h`), null for none
 };
 
 struct Call {
@@ -179,7 +180,7 @@ class Worker {
       }
       if (block.bytes) {
         const uint8_t* rows = static_cast<const uint8_t*>(op.weight);
-        dense_row(op.format, rows + row * (op.inputs / block.inputs * block.bytes), op.inputs, room, x.data());
+        dense_row(op.format, op.grid, rows + row * (op.inputs / block.inputs * block.bytes), op.inputs, room, x.data());
       } else
         for (int64_t i = 0; i < op.inputs; ++i) x[size_t(i)] = number(op, op.weight, row * op.inputs + i);
       if (!op.target_float) {
@@ -710,11 +711,12 @@ QB_API int64_t qb_quantise(int32_t format, const uint16_t* weight, int64_t outpu
   return fine;
 }
 
-// [outputs] rows of a file's blocks to blocks of that format, `stride` bytes apart.
-QB_API void qb_repack(int32_t format, const uint8_t* rows, int64_t outputs, int64_t inputs, int64_t row_bytes, uint8_t* blocks, int64_t stride) {
+// [outputs] rows of a file's blocks to blocks of that format, `stride` bytes apart. `grid`: of the format (`blocks.h`), null for none.
+QB_API void qb_repack(int32_t format, const uint8_t* grid, const uint8_t* rows, int64_t outputs, int64_t inputs, int64_t row_bytes, uint8_t* blocks,
+                      int64_t stride) {
   qb::share_out((outputs + 15) / 16, [&](int64_t block) {
     const int64_t first = block * 16;
-    qb::repack(format, rows + first * row_bytes, row_bytes, std::min<int64_t>(16, outputs - first), inputs, blocks + block * stride);
+    qb::repack(format, grid, rows + first * row_bytes, row_bytes, std::min<int64_t>(16, outputs - first), inputs, blocks + block * stride);
   });
 }
 

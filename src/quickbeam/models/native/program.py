@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from quickbeam.models.native import library
+from quickbeam.models.native.grids import grid_of
 from quickbeam.models.native.library import Kernels, Op
 from quickbeam.models.native.operands import KVShape, RowList
 from quickbeam.models.native.quantised import BlockRows, Packed, SplitPacked, Weight
@@ -152,6 +153,7 @@ class Program:
             target,
             weight=weight.data,
             format=library.FORMATS[weight.name].number if isinstance(weight, BlockRows) else None,
+            grid=grid_of(weight.name) if isinstance(weight, BlockRows) else None,
             source_float=None if in_blocks else weight.data.dtype is torch.float32,
             inputs=weight.shape[1],
             scaling=scale,

@@ -13,6 +13,7 @@ import torch
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.memory import memory_for_weights
+from quickbeam.models.native.grids import grid_of
 from quickbeam.models.native.library import FORMATS, Kernels
 from quickbeam.models.native.operands import BLOCK
 
@@ -127,9 +128,16 @@ class Packed:
         address = self.data.data_ptr() + first * self._block_bytes
         stride = step * self._block_bytes
         if isinstance(part, BlockRows):
-            data = part.data.contiguous()
+            data, grid = part.data.contiguous(), grid_of(part.name)
             kernels.repack(
-                self.format, data.data_ptr(), rows, inputs, data.shape[1], address, stride
+                self.format,
+                None if grid is None else grid.data_ptr(),
+                data.data_ptr(),
+                rows,
+                inputs,
+                data.shape[1],
+                address,
+                stride,
             )
             return
         part = part.detach().to(self.dtype).contiguous()

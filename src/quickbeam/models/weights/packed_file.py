@@ -28,7 +28,15 @@ ORDER = 3  # version of the order in which weights follow one another, and of ho
 # files in a model's folder that its weights depend on
 CHECKPOINT = ("*.json", "*.safetensors", "*.bin")
 # sources that define what the bytes mean and how weights are rounded
-LAYOUT = ("formats.h", "bytes.h", "quantise.h", "blocks.h", "quantised.py", "operands.py")
+LAYOUT = (
+    "formats.h",
+    "bytes.h",
+    "quantise.h",
+    "blocks.h",
+    "grids.py",
+    "quantised.py",
+    "operands.py",
+)
 
 
 class PackedFile:

@@ -298,10 +298,11 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
     return fields
 
 
-def _gemma4(metadata: Metadata) -> dict[str, Any]:
-    """Return the fields of Gemma 4.
+def gemma4_fields(metadata: Metadata) -> dict[str, Any]:
+    """Return the fields of Gemma 4, or of its assistant's layers.
 
-    Keys and values of full attention are the same where a layer of it has no tensor of values.
+    Keys and values of full attention are the same where a layer of it has no tensor of values. An
+    assistant has no such layer, but other numbers of heads.
     """
     windowed = [bool(flag) for flag in metadata.by_layer("attention.sliding_window_pattern")]
     widths, sharing = metadata.by_layer("feed_forward_length"), metadata.get(SHARED_LAYERS, 0)
@@ -311,6 +312,8 @@ def _gemma4(metadata: Metadata) -> dict[str, Any]:
     with_keys = len(windowed) - sharing
     full_layers = [i for i, local in enumerate(windowed) if not local and i < with_keys]
     values_are_keys = any(not metadata.has(f"blk.{i}.attn_v.weight") for i in full_layers)
+    if with_keys == 0:
+        values_are_keys = full_kv_heads != kv_heads
     head_dim, full_head_dim = metadata["attention.key_length_swa"], metadata["attention.key_length"]
     table = metadata.file.tensors.get("per_layer_token_embd.weight")
     rope = {
@@ -464,7 +467,7 @@ ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
-    "gemma4": _gemma4,
+    "gemma4": gemma4_fields,
 }
 # in whose files the two halves of a head of queries and keys alternate row by row
 INTERLEAVED = {"llama", "granite", "granitemoe", "granitehybrid", "nemotron_h", "smollm3"}

@@ -31,8 +31,8 @@ BLOCKS = {  # formats of blocks
 }
 DENSE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 READ = (
-    "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS "
-    "and MXFP4"
+    "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ1_S, IQ1_M, "
+    "IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_NL, IQ4_XS, TQ1_0, TQ2_0 and MXFP4"
 )
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")  # the name of one of several files, without .gguf
 
