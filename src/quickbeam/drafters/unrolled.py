@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from quickbeam.drafters.eagle_model import EagleHead
+from quickbeam.models.torch.network import LayerStack
 
 
 class UnrolledAttention:
@@ -61,25 +62,30 @@ def moved_forward(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def unroll(
-    network: EagleHead, tokens: torch.Tensor, hidden: torch.Tensor, depths: int
+    network: EagleHead,
+    tokens: torch.Tensor,
+    hidden: torch.Tensor,
+    depths: int,
+    layers: LayerStack | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Run `depths` passes, and yield the hidden states that each reads, and its outputs.
 
     `tokens`: `[b, n]`. `hidden`: the target's hidden states after them, `[b, n, L * d]` or wider,
-    of which the network reads the first ones.
+    of which the network reads the first ones. `layers`: the network's, in PyTorch; None makes them.
 
     In pass k, row i drafts the token at i + k + 2. It reads its hidden state and the embedding of
     the token at i + k + 1. Hidden states of the first pass are the target's up to i, those of
     another are the outputs of the pass before. Both tensors are `[b, n, d]`.
     """
     config = network.config
+    layers = layers or network.layers_in_torch()
     attention = UnrolledAttention(config.window)
     embedded = network.embedding(tokens).float()
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    hidden = network.fuse(hidden[..., : len(config.layers) * config.target_size].float())
+    hidden = layers.fuse(hidden[..., : len(config.layers) * config.target_size].float())
     for depth in range(depths):
         following = moved_forward(embedded, depth + 1)
         drafted_positions = (positions + depth).expand(len(tokens), -1)
-        out = network(hidden, following, drafted_positions, attention)
+        out = network(hidden, following, drafted_positions, attention, layers)
         yield hidden, out
         hidden = out
