@@ -1,17 +1,19 @@
-"""Several drafters for one model, asked in turn about the same questions.
+"""Several drafters for one model, or `auto` without one of its sources, asked in turn.
 
     python benchmarks/compare_drafters.py dynaspec:8 auto dyspec:8=FOLDER auto=FOLDER
+    python benchmarks/compare_drafters.py auto ar auto-ngram auto-last_logits auto-recycling
 
 An entry is one of `quickbeam bench --methods`, with "=" and the folder of another drafter than the
-model's own. The first is what the others are held against: "over the first" is the geometric mean
-over questions of tokens per second, prompts left out, with its standard error; "with prompts"
-counts them. "Draft ms" are those of a step.
+model's own. "auto-" and a source's name is `auto` without it. The first is what the others are held
+against: "over the first" is the geometric mean over questions of tokens per second, prompts left
+out, with its standard error; "with prompts" counts them. "Draft ms" are those of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import exp, log
 from statistics import fmean, stdev
 
@@ -19,6 +21,46 @@ from common import arguments, finish, load, params_of, questions_of, script
 from quickbeam import LLM
 from quickbeam.bench.methods import LLMRunner, parse_methods
 from quickbeam.bench.run import begin, run, warm_up
+from quickbeam.config import WEIGHTS
+from quickbeam.drafters.base import Context, Drafter
+from quickbeam.drafters.last_logits import LastLogits
+from quickbeam.drafters.ngram import Ngram, NgramIndex
+from quickbeam.drafters.recycling import Recycling
+from quickbeam.errors import InvalidInput
+from quickbeam.methods import METHODS, auto
+from quickbeam.methods.base import ProposalSteps
+
+SOURCES = (Ngram.name, LastLogits.name, Recycling.name)  # that `auto` can be asked to do without
+
+
+class Without(auto.Auto):
+    """`auto` without one source."""
+
+    def __init__(self, source: str, drafter: Drafter | None = None) -> None:
+        super().__init__(drafter)
+        self.without = source
+        if source == LastLogits.name:
+            self.last_logits = None
+        if source == Recycling.name:
+            self.recycling = None
+
+    def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
+        if self.without == Ngram.name:
+            states = context.states | {Ngram.name: NgramIndex()}
+            context = replace(context, states=states)
+        return super().propose(context, budget, max_depth)
+
+
+def method_without(source: str) -> str:
+    """Return the name of `auto` without this source, which methods are made by from now on."""
+    if source not in SOURCES:
+        raise InvalidInput(f"auto-{source}: names of sources are {', '.join(SOURCES)}")
+    name = f"auto-{source}"
+    setattr(auto, name, partial(Without, source))
+    for drafting in ("auto", "recycling"):  # with and without a drafter
+        METHODS[f"{drafting}-{source}"] = replace(METHODS[drafting], maker=f"auto.{name}")
+    METHODS[name] = replace(METHODS[name], without=f"recycling-{source}")
+    return name
 
 
 def faster(rates: Sequence[float], first: Sequence[float]) -> tuple[float, float | None]:
@@ -31,14 +73,18 @@ def faster(rates: Sequence[float], first: Sequence[float]) -> tuple[float, float
 def main() -> None:
     parser = arguments(__doc__, limit=48, max_tokens=128)
     parser.add_argument("entries", nargs="+", metavar="METHOD[=FOLDER]")
+    parser.add_argument("--weights", default="bfloat16", choices=WEIGHTS)
     given = parser.parse_args()
     llms, runners, items = dict[str, LLM](), dict[str, LLMRunner](), []
     for entry in given.entries:
         words, _, folder = entry.partition("=")
         drafter = folder or given.drafter
-        (item,) = parse_methods(words, drafter=drafter, model=given.model)
+        whole, _, source = words.partition("auto-")
+        (item,) = parse_methods(whole or "auto", drafter=drafter, model=given.model)
+        if source:
+            item = replace(item, method=method_without(source))
         if folder not in llms:
-            llms[folder] = load(given, item.method, drafter=drafter)
+            llms[folder] = load(given, item.method, drafter=drafter, weights=given.weights)
         llms[folder].prepare(item.method, item.vocab, item.shortlist)
         items.append(replace(item, name=entry))
         runners[entry] = LLMRunner(llms[folder], items[-1], given.raw)

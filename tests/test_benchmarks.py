@@ -32,7 +32,10 @@ TRACES = str(FOLDER / "traces.json")
 RUNS = {
     "acceptance": ([*FEW, "--temperatures", "0,1"], "temperatures"),
     "agents": (["--limit", "2", "--rounds", "1", "--max-tokens", "8"], "memory_of_answers"),
-    "compare_drafters": (["ar", "auto", "dyspec:4", *FEW, "--temperature", "1"], "drafters"),
+    "compare_drafters": (
+        ["ar", "auto", "dyspec:4", "auto-ngram", *FEW, "--temperature", "1"],
+        "drafters",
+    ),
     "contexts": (["--lengths", "60", "--limit", "1", "--max-tokens", "6"], "contexts"),
     "heads": (["--shapes", "512x32", "--repeats", "1", "--rows", "1,2"], "heads"),
     "learn": (["--taught", "3", "--asked", "2", *FEW], "learn"),
