@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from common import arguments, error, finish, load, params_of, questions_of, ratio, script
+from common import arguments, error, finish, load, params_of, prompts, ratio, script
 from quickbeam import LLM
 
 TABLES = {
@@ -86,9 +86,9 @@ def different(kind: str, count: int, seed: int) -> list[str]:
     return list(questions)
 
 
-def answer(llm: LLM, question: str, given: Namespace) -> Answer:
+def answer(llm: LLM, prompt: list[int], given: Namespace) -> Answer:
     """Answer a question, and wait until what can be learned from it is learned."""
-    done = llm.chat(question, params_of(given), method=given.method, budget=given.budget)
+    done = llm.generate(prompt, params_of(given), method=given.method, budget=given.budget)
     while llm.learning is not None and llm.learning.pending:
         time.sleep(0.01)
     return Answer(done.token_ids, done.statistics.steps)
@@ -132,14 +132,15 @@ def main() -> None:
     plain_llm = load(given, given.method)
     learning_llm = load(given, given.method, learn=True)
 
-    def both(question: str) -> tuple[Answer, Answer]:
-        return answer(plain_llm, question, given), answer(learning_llm, question, given)
+    def both(prompt: list[int]) -> tuple[Answer, Answer]:
+        return answer(plain_llm, prompt, given), answer(learning_llm, prompt, given)
 
-    questions = different(given.kind, given.taught + given.asked, given.seed)
+    texts = different(given.kind, given.taught + given.asked, given.seed)
+    questions = [plain_llm.encode_chat(text) for text in texts]
     kinds = {
         f"{given.kind}, while it learned": questions[: given.taught],
         f"{given.kind}, after it": questions[given.taught :],
-        "general": [question.turns[0] for question in questions_of(given)],
+        "general": prompts(plain_llm, given),
     }
     rows, figures = list[dict[str, str]](), dict[str, Any]()
     for name, of_kind in kinds.items():
