@@ -21,12 +21,25 @@ class Letters:
 
 
 def request(
-    model, method, params, prompt, *, budget=16, eos=(), shortlist=None, observer=None, setting=None
+    model,
+    method,
+    params,
+    prompt,
+    *,
+    budget=16,
+    eos=(),
+    shortlist=None,
+    observer=None,
+    setting=None,
+    tenant=None,
 ):
     """What an engine is asked. `budget`: nodes a tree; `auto`: by measured cost."""
     output = Output(Letters(), params, eos)
     sampler = Sampler(params, prompt, model.vocab_size, stop_ids=output.stop_ids)
-    return Request(prompt, params, method, output, sampler, budget, setting, shortlist, observer)
+    return Request(
+        *(prompt, params, method, output, sampler, budget, setting, shortlist, observer),
+        tenant=tenant,
+    )
 
 
 def answer(model, method, params, prompt, *, engine=None, **options):

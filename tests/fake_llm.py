@@ -93,6 +93,7 @@ class LLM:
     def __init__(self, model, method, **options):
         CALLS.append(("load", (model, method, options), SamplingParams()))
         self.name, self.method, self.kernels = model or "the default", method, "scripted"
+        self.learning = None
         self.model = SimpleNamespace(device=SimpleNamespace(type="cpu"))
         spell = lambda ids, **_: "".join(f"<{i}>" for i in ids)  # noqa: E731
         self.tokenizer = SimpleNamespace(decode=spell)

@@ -38,6 +38,7 @@ RUNS = {
     ),
     "contexts": (["--lengths", "60", "--limit", "1", "--max-tokens", "6"], "contexts"),
     "heads": (["--shapes", "512x32", "--repeats", "1", "--rows", "1,2"], "heads"),
+    "learn": (["--taught", "3", "--asked", "2", *FEW], "learn"),
     "mapped": (["--max-tokens", "6"], "seconds"),
     "memory": ([*FEW, "--memory", "20000", "--methods", "ar,dyspec:8"], "methods"),
     "passes": (["--contexts", "8,20", "--widths", "1,4", "--repeats", "1"], "contexts"),

@@ -11,8 +11,8 @@ from features import KINDS, RANDOM, WIDE, Pair, head_of, page_size, random_reque
 from models import VOCAB, tiny
 from quickbeam.drafters import feature
 from quickbeam.drafters.eagle import eagle_drafter
+from quickbeam.drafters.unrolled import unroll
 from quickbeam.models.opening import make_model
-from quickbeam.train.feature import unroll
 from quickbeam.train.shards import ConversationTokens, collate
 from quickbeam.tree import TokenTree
 
@@ -101,7 +101,7 @@ def test_training_unrolls_what_drafting_computes(kind):
     batch = collate([ConversationTokens(tokens, answer, 1.0)])._replace(hidden=hidden[None])
     trained = [
         pair.network.head(pair.network.feature(out[0])).softmax(-1)
-        for _, out in unroll(pair.network, batch, depths)
+        for _, out in unroll(pair.network, batch.tokens, batch.hidden, depths)
     ]
     text = pair.begin(ids[:1], ids[1])
     named = pair.network.tokens if pair.config.own_head else slice(None)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from docs import save_drafter
 from quickbeam.engine.engine import Engine
-from quickbeam.engine.kept_prefixes import KeptPrefixes, _checksum
+from quickbeam.engine.kept_prefixes import KeptPrefixes, checksum_of
 from quickbeam.llm import LLM
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.native import library
@@ -120,7 +120,7 @@ def test_wrong_bits_would_be_seen(folder, tmp_path):
     for path in files(keep):
         tensors = load_file(path)
         tensors["kv"] = tensors["kv"].roll(1, -1)
-        save_file(tensors, path, {"checksum": _checksum(path.stem, tensors)})
+        save_file(tensors, path, {"checksum": checksum_of(path.stem, tensors)})
     wrong, cached = answer(folder, keep)
     assert cached and wrong != first
 
@@ -145,7 +145,7 @@ def rewrite(change):
     def write(path):
         tensors = load_file(path)
         change(tensors)
-        save_file(tensors, path, {"checksum": _checksum(path.stem, tensors)})
+        save_file(tensors, path, {"checksum": checksum_of(path.stem, tensors)})
 
     return write
 

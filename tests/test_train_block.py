@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from cases import raising, refuses
 from models import tiny
 from quickbeam import LLM, SamplingParams
+from quickbeam.drafters import loss
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_config import BlockConfig
@@ -23,7 +24,7 @@ from quickbeam.errors import QuickbeamError
 from quickbeam.models.families import describe
 from quickbeam.models.opening import LoadedModel, make_model
 from quickbeam.models.weights.parameters import ModelParameters
-from quickbeam.train import block, loss
+from quickbeam.train import block
 from quickbeam.train.base import Anchors, sample_anchors
 from quickbeam.train.block import BlockTraining, new_block_network
 from quickbeam.train.recipes import Plan, Recipe

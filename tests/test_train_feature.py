@@ -13,6 +13,7 @@ from cases import refuses
 from checkpoints import configure
 from gguf_files import model_of, write
 from quickbeam import LLM, SamplingParams, hub
+from quickbeam.drafters import unrolled
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_files import FileHead, load_eagle, save_eagle
@@ -23,7 +24,6 @@ from quickbeam.models.families import describe
 from quickbeam.models.opening import make_model
 from quickbeam.models.weights.gguf.convert import convert
 from quickbeam.models.weights.parameters import ModelParameters
-from quickbeam.train import feature
 from quickbeam.train.base import Anchors
 from quickbeam.train.feature import FeatureTraining, feature_layers, new_feature_network
 from quickbeam.train.forecast import Rates
@@ -102,9 +102,9 @@ def test_a_pass_of_training_is_what_drafting_computes_behind_each_anchor():
 
 
 def test_hidden_states_or_tokens_off_by_one_are_noticed(monkeypatch):
-    right = feature.moved_forward
+    right = unrolled.moved_forward
     assert difference_to_drafting(lambda hidden: right(hidden, 1)) > 1e-2
-    monkeypatch.setattr(feature, "moved_forward", lambda x, count: right(x, count + 1))
+    monkeypatch.setattr(unrolled, "moved_forward", lambda x, count: right(x, count + 1))
     assert difference_to_drafting() > 1e-2
 
 

@@ -253,8 +253,12 @@ class EngineOptions(Options):
     )
     """Bytes of the keys and values that `keep` keeps from one run to the next, so that a
     conversation that goes on is not read again; 0 for none. Those used last stay."""
+    learn: bool = field(default=False, metadata={"rule": FLAG})
+    """While there is nothing to answer, let a feature drafter learn from the answers so far, those
+    of each API key (without keys: of each address) for itself alone. Answers stay the same. With
+    `keep`, what was learned is kept in FILE.learned."""
     share_prefixes: bool = field(default=True, metadata={"rule": FLAG})
-    """Share the computed beginning of texts that begin alike."""
+    """Share the computed beginning of texts that begin alike; with `learn`, of those of one key."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

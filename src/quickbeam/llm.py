@@ -28,6 +28,10 @@ from quickbeam.config import (
 )
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.candidates import Candidate, list_candidates
+from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle_files import load_eagle
+from quickbeam.drafters.folder import TargetParts
+from quickbeam.drafters.learning import LearnedNetwork
 from quickbeam.drafters.loading import load_drafter
 from quickbeam.drafters.mtp import runs_mtp
 from quickbeam.drafters.predicted_text import GAP
@@ -35,6 +39,8 @@ from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.gain import GREEDY, Trial, best_trial, measure_gain, timed
 from quickbeam.engine.kept_prefixes import KeptPrefixes
+from quickbeam.engine.learned_file import SUFFIX, LearnedFile
+from quickbeam.engine.learning import Learner, LearningFigures
 from quickbeam.engine.loop import Client, EngineThread, refuse_copy
 from quickbeam.engine.method_store import LoadDrafter, MethodStore
 from quickbeam.engine.output import Output
@@ -164,6 +170,8 @@ class LLM:
             identity = self._identity(str(drafter))
             self.engine.prefixes.kept = KeptPrefixes(files, identity, options.prefix_bytes)
         self.prepare(self.method_store.resolve(self.method))
+        if options.learn:
+            self.engine.learner = self._make_learner(options)
         if tree_budget(self.budget, self.method) == "auto":
             # measured now, not in the first answer
             self.thread.call(lambda: self.engine.budget)
@@ -232,6 +240,26 @@ class LLM:
         pixels = None if self.images is None else self.images.max_pixels
         return " ".join([__version__, *files, str(self.model.dtype), self.kernels, str(pixels)])
 
+    def _make_learner(self, options: LLMOptions) -> Learner:
+        """Return what lets the drafter learn. Raises `InvalidInput` for one that can't learn."""
+        drafter = self.method_store.drafter
+        if not isinstance(drafter, EagleDrafter) or drafter.folder is None:
+            raise InvalidInput(
+                f"learn=True: the method {self.method} drafts for {self.name} without a feature "
+                "drafter, and no other drafter learns: name one that `quickbeam train` made, or "
+                "leave it out"
+            )
+        if self.model.device.type != "cpu":
+            raise InvalidInput(
+                f"learn=True on {self.model.device.type}: drafters learn on the CPU alone"
+            )
+        network = load_eagle(drafter.folder, TargetParts.of(self.model))
+        learned = LearnedNetwork(drafter, network, self.model, library.kernels())
+        if options.keep is None:
+            return Learner(learned)
+        identity = f"{digest_of(self.folder)} {digest_of(str(drafter.folder))}"
+        return Learner(learned, LearnedFile(Path(f"{options.keep}{SUFFIX}"), identity))
+
     __reduce__ = refuse_copy
 
     def _bound_memory(self) -> None:
@@ -270,6 +298,12 @@ class LLM:
         if drafter is not None and drafter.weight_bytes:
             parts.append(f"the drafter's weights {drafter.weight_bytes / 1e6:.0f} MB")
         return ", ".join(parts)
+
+    @property
+    def learning(self) -> LearningFigures | None:
+        """What the drafter has learned so far; None where it doesn't learn."""
+        learner = self.engine.learner
+        return None if learner is None else learner.figures
 
     @property
     def methods(self) -> list[str]:
@@ -622,7 +656,12 @@ def try_drafter(
     method = options.method if preset(options.method).uses_drafter else "auto"
     # nothing of the measured answers stays
     trial_options = replace(
-        options, method=method, memory_of_answers=0, keep=None, share_prefixes=False
+        options,
+        method=method,
+        memory_of_answers=0,
+        keep=None,
+        learn=False,
+        share_prefixes=False,
     )
     try:
         load = drafter_loader(candidate.name, folder, options)

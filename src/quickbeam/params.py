@@ -118,6 +118,14 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def repeats_drafts(self) -> bool:
+        """Whether the seed repeats an answer only where its drafts are repeated, too.
+
+        So they must not depend on what was learned from other answers.
+        """
+        return self.seed is not None and not self.greedy and self.coupling != COUPLED
+
+    @property
     def filters(self) -> bool:
         """Whether top-k, top-p or min-p rule unlikely tokens out."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0

@@ -107,7 +107,7 @@ def generate(
     elif not isinstance(broken, QuickbeamError):
         say(statistics_text(completion, kernels, asked.verbose))
     if asked.trace and trace:
-        save("--trace", asked.trace, trace.to_json(completion, llm.tokenizer))
+        save("--trace", asked.trace, trace.to_json(completion, llm.tokenizer, llm.learning))
     if isinstance(broken, QuickbeamError):
         raise broken
     if broken:

@@ -64,6 +64,12 @@ def summary(trace: dict[str, Any]) -> dict[str, str]:
         "MAT": f"{answer['mean_accepted_tokens']:.2f}",
         "tokens/s": f"{answer['tokens_per_second']:.1f}",
     }
+    if learning := trace.get("learning"):
+        figures["learned"] = (
+            f"{learning['taken']} times from {learning['tokens']} tokens: "
+            f"{learning['accepted_after']:.2f} accepted a draft, "
+            f"{learning['accepted_before']:.2f} before"
+        )
     if steps:
         draft = milliseconds(fmean(step["draft_seconds"] for step in steps))
         verify = milliseconds(fmean(step["verify_seconds"] for step in steps))

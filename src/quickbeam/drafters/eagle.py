@@ -14,7 +14,7 @@ import torch
 
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.feature import FeatureDrafter, FeatureState, in_chunks
+from quickbeam.drafters.feature import FeatureDrafter, FeatureState, HiddenRecord, in_chunks
 from quickbeam.drafters.passes import (
     Head,
     NativePasses,
@@ -47,6 +47,8 @@ class EagleState(FeatureState):
       call scored.
     - `probs`, `root_probs`: the distributions of the last call and of the root's call, at
       temperature 1, where passes score tokens.
+    - `passes`: what runs its rows; None: what runs the drafter's.
+    - `record`: the hidden states of the latest committed tokens, where they may be learned from.
     """
 
     def __init__(
@@ -59,6 +61,13 @@ class EagleState(FeatureState):
         self.root_clusters: torch.Tensor | None = None
         self.probs: DraftProbs | None = None
         self.root_probs: DraftProbs | None = None
+        self.passes: NativePasses | TorchPasses | None = None
+        self.record: HiddenRecord | None = None
+
+    def append_hidden(self, hidden: torch.Tensor) -> None:
+        super().append_hidden(hidden)
+        if self.record is not None:
+            self.record.append(hidden)
 
     def readable(self, early: bool = True) -> int:
         return min(self.waiting - early, self.unread_rows)
@@ -100,6 +109,13 @@ class EagleInput(NamedTuple):
     hidden: torch.Tensor
 
 
+class PassKey(NamedTuple):
+    """What sequences must have in common whose rows are in one pass."""
+
+    passes: NativePasses | TorchPasses
+    shortlist: Shortlist | None
+
+
 class EagleDrafter(FeatureDrafter):
     """A feature drafter: one layer on the target's hidden states, and the head.
 
@@ -116,9 +132,11 @@ class EagleDrafter(FeatureDrafter):
     - `head_size`: the width of what the target's head reads; None for a head of its own.
     - `tokens`: the tokens of the columns of a head of its own.
     - `routes`: whether a router can choose what is scored.
+    - `width`: how much of the target's hidden states it reads; None: all.
     """
 
     kind = EagleState
+    width: int | None = None
 
     def __init__(
         self,
@@ -189,7 +207,8 @@ class EagleDrafter(FeatureDrafter):
                 first = state.cache.length + 1
                 wanted = int(not early and state.waiting == count)
                 rows = Chain(state.cache, state.ids[first : first + count], wanted)
-                inputs.append(EagleInput(state, rows, state.unread.first(count)))
+                hidden = state.unread.first(count)[:, : self.width]
+                inputs.append(EagleInput(state, rows, hidden))
             for (state, part, _), out, feature in self._run(inputs, fuse=True):
                 state.unread.drop(part.rows)
                 state.cache.commit(range(part.rows - part.wanted))
@@ -217,21 +236,23 @@ class EagleDrafter(FeatureDrafter):
         Outputs and features are empty where no row is wanted. `fuse`: whether the inputs' hidden
         states are the target's.
         """
-        groups: dict[Shortlist | None, list[EagleInput]] = {}  # of one router: one pass
+        groups: dict[PassKey, list[EagleInput]] = {}
         for rows in inputs:
             shortlist = rows.state.shortlist
-            groups.setdefault(None if shortlist is None else shortlist.shared, []).append(rows)
+            shared = None if shortlist is None else shortlist.shared
+            key = PassKey(rows.state.passes or self.passes, shared)
+            groups.setdefault(key, []).append(rows)
         results = list[tuple[EagleInput, torch.Tensor, torch.Tensor]]()
-        for shared, group in groups.items():
+        for (passes, shared), group in groups.items():
             batch = Batch([rows.part for rows in group])
             hidden = torch.cat([rows.hidden for rows in group])
             if not batch.wanted:
-                self.passes.write_keys(batch, hidden, fuse)
+                passes.write_keys(batch, hidden, fuse)
                 results += [(rows, hidden[:0], hidden[:0]) for rows in group]
                 continue
             head = Head(self._norm_feature, shared, self.tokens, rank)
             scorers = [rows.state.scorer for rows in group]
-            outputs = self.passes.run(batch, hidden, head, scorers, fuse)
+            outputs = passes.run(batch, hidden, head, scorers, fuse)
             if outputs.finished:
                 self._keep_probs(group, outputs)
             elif shared is not None:

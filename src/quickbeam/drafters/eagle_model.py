@@ -27,6 +27,7 @@ from quickbeam.models.stack import (
     Norm,
     Stack,
 )
+from quickbeam.models.torch.network import LayerStack
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of `query` `[..., n, heads, head_dim]`, `key` and `value` `[..., n, kv_heads, head_dim]`, rotated
@@ -159,6 +160,7 @@ class EagleHead(DrafterNetwork):
         embedded: torch.Tensor,
         positions: torch.Tensor,
         attend: Attend,
+        layers: LayerStack | None = None,
     ) -> torch.Tensor:
         """Run the layer once and return its output `[..., n, d]`.
 
@@ -167,8 +169,10 @@ class EagleHead(DrafterNetwork):
         - `hidden`: `[..., n, d]`, what `fuse` returned or an earlier output of this method.
         - `embedded`: `[..., n, d]`, the embeddings of the tokens that follow.
         - `positions`: `[..., n]`.
+        - `layers`: the network's, in PyTorch; None makes them.
         """
-        layers, shape = self.layers_in_torch(), hidden.shape[:-1]
+        layers = layers or self.layers_in_torch()
+        shape = hidden.shape[:-1]
 
         def attend_flat(
             layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

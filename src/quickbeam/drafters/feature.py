@@ -17,6 +17,7 @@ from quickbeam.models.cache.kv import Page, Pool, SequenceCache
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # the most rows of committed tokens that one pass runs
+RECORDED = 512  # the latest hidden states of a sequence that are recorded at least
 
 
 class HiddenQueue:
@@ -47,6 +48,15 @@ class HiddenQueue:
     def drop(self, count: int) -> None:
         left = self.first(self._count)[count:]
         self.reset([left.clone()] if len(left) else [])
+
+
+class HiddenRecord(HiddenQueue):
+    """The hidden states of the latest committed tokens, `RECORDED` or more where there are more."""
+
+    def append(self, hidden: torch.Tensor) -> None:
+        super().append(hidden)
+        if len(self) > 2 * RECORDED:
+            self.drop(len(self) - RECORDED)
 
 
 class FeatureState(ScoringState):

@@ -116,16 +116,25 @@ class TorchPasses:
 
     On CUDA each pass is one graph, with the head in it. A router runs in it beside the layers, on a
     second stream. `embedding`: from tokens to what rows read. `head`: from rows to logits. `model`:
-    the target.
+    the target. `pool`: of keys and values; None makes one.
     """
 
-    def __init__(self, layers: LayerStack, embedding: Any, head: Any, model: Model) -> None:
+    def __init__(
+        self,
+        layers: LayerStack,
+        embedding: Any,
+        head: Any,
+        model: Model,
+        pool: RowPool | None = None,
+    ) -> None:
         self.layers = layers
         self.embedding = embedding
         self.head = head
         assert layers.stack.hidden_input is not None
         self._reads_tokens = layers.stack.hidden_input.reads_tokens
-        self.pool = RowPool(kv_shapes(layers.stack), model.dtype, model.device)
+        if pool is None:
+            pool = RowPool(kv_shapes(layers.stack), model.dtype, model.device)
+        self.pool = pool
         self._attend = attention_on(model.device)
         self._running = Passes(self._compute, self.pool)
         self._writing = Passes(self._compute_keys, self.pool)
@@ -405,14 +414,22 @@ class CompiledDrafter(CompiledStack):
 
 
 def passes_of(
-    network: DrafterNetwork, model: Model, kernels: Kernels | None, weights: str | None = None
+    network: DrafterNetwork,
+    model: Model,
+    kernels: Kernels | None,
+    weights: str | None = None,
+    pool: PagePool | RowPool | None = None,
 ) -> NativePasses | TorchPasses:
     """Return the passes of a network beside `model`: native ones if `kernels` can run it.
 
-    `weights`: their format (`NativePasses`).
+    `weights`: their format (`NativePasses`). `pool`: of the keys and values of a network of the
+    same shape; None makes one.
     """
     if kernels is None or not _fits_kernels(network, model):
-        return TorchPasses(network.layers_in_torch(), network.embedding, network.head, model)
+        assert not isinstance(pool, PagePool)
+        layers = network.layers_in_torch()
+        return TorchPasses(layers, network.embedding, network.head, model, pool)
+    assert not isinstance(pool, RowPool)
     parameters = network.parameters_of_stack(model.dtype)
     stack = network.stack
     if stack.embedding:
@@ -421,7 +438,7 @@ def passes_of(
         parameters.given |= {
             EMBEDDING: table.detach() if isinstance(table, torch.Tensor) else table
         }
-    pool = PagePool(kv_shapes(stack), kernels)
+    pool = pool or PagePool(kv_shapes(stack), kernels)
     return NativePasses(parameters, stack, pool, network.head, weights)
 
 

@@ -232,7 +232,7 @@ class AnswerMemory:
 
     def _write(self, path: Path) -> None:
         rings = {str(i): texts.ring() for i, texts in enumerate(self._texts.values())}
-        names = json.dumps([_name(tenant) for tenant in self._texts])
+        names = json.dumps([tenant_name(tenant) for tenant in self._texts])
         save_file(rings, path, metadata={"kind": KIND, "model": self._model, "tenants": names})
 
     def _read(self, path: Path) -> None:
@@ -250,7 +250,7 @@ class AnswerMemory:
                     ring = file.get_tensor(str(i))
                     if ring.ndim != 1 or ring.dtype != np.int32 or (ring < 0).any():
                         raise ValueError("it holds numbers that are no tokens")
-                    self._add(_tenant(name), ring)
+                    self._add(tenant_of_name(name), ring)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise InvalidInput(
                 f"{path} is no file of kept answers ({error}): name another one, or remove it"
@@ -264,14 +264,15 @@ class AnswerMemory:
             texts.add((ring[begin:end] - 1).tolist())
 
 
-def _name(tenant: Hashable) -> str | None:
+def tenant_name(tenant: Hashable) -> str | None:
     """Return a tenant as JSON has it: a key's digest, an address, or None."""
     if tenant is None:
         return None
     return tenant.hex() if isinstance(tenant, bytes) else f"@{tenant}"
 
 
-def _tenant(name: str | None) -> Hashable:
+def tenant_of_name(name: str | None) -> Hashable:
+    """Return the tenant that `tenant_name` named."""
     if name is None:
         return None
     return name[1:] if name.startswith("@") else bytes.fromhex(name)

@@ -15,6 +15,7 @@ from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.budget import MAX_NODES, MAX_NODES_SLOW, MeasuredBudget
 from quickbeam.engine.commit import Commit
+from quickbeam.engine.learning import Learner
 from quickbeam.engine.measuring import measure
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.proposing import StepProposer, each_alone, fail, read_ahead
@@ -67,6 +68,7 @@ class Engine:
         model.pool.evict = self.prefixes.evict
         self._budget = budget
         self._memory = memory
+        self.learner: Learner | None = None  # learns from answers, where drafters shall
         self.finished: list[SequenceState] = []  # those that ended in the last step
         # of all steps in which no prompt was read
         self.decoding_seconds = 0.0
@@ -130,6 +132,8 @@ class Engine:
         self.prefixes.drafter = self.prefixes.drafter or sequence.drafter
         if self._memory is not None:
             sequence.context.texts = self._memory.of(sequence.request.tenant)
+        if self.learner is not None and not sequence.params.repeats_drafts:
+            sequence.learned = self.learner.of(sequence.request.tenant)
         self.scheduler.waiting.add(sequence)
 
     def cancel(self, sequence: SequenceState) -> None:
@@ -154,6 +158,8 @@ class Engine:
         self.prefixes.clear()
         if self._memory is not None:
             self._memory.forget()
+        if self.learner is not None:
+            self.learner.forget()
 
     @property
     def busy(self) -> bool:
@@ -180,6 +186,10 @@ class Engine:
         active = list(self.scheduler.active)
         nodes = [sequence.nodes for sequence in active if sequence.running]
         return sum(nodes) / len(nodes) if nodes else 0.0
+
+    def use_idle_time(self) -> bool:
+        """Do a short piece of work that can wait. Returns whether there was any."""
+        return self.prefixes.save_next() or (self.learner is not None and self.learner.step())
 
     @inference
     def step(self) -> None:
@@ -247,6 +257,11 @@ class Engine:
         texts = sequence.context.texts
         if texts is not None and sequence.started:
             texts.add(sequence.ids)
+        state = sequence.draft_state
+        learned = None if sequence.error is not None else sequence.learned
+        if self.learner is not None and learned is not None and state is not None:
+            prompt = len(sequence.request.prompt)
+            self.learner.add(learned, sequence.ids, prompt, sequence.read, state)
         self.scheduler.remove(sequence)
         self.finished.append(sequence)
 

@@ -54,7 +54,7 @@ class KeptPrefixes:
             with safe_open(path, "pt") as file:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
                 checksum = (file.metadata() or {}).get("checksum")
-            if checksum != _checksum(name, tensors):
+            if checksum != checksum_of(name, tensors):
                 raise ValueError("its content is not what was written")
         except FileNotFoundError:
             return None
@@ -82,7 +82,7 @@ class KeptPrefixes:
             self._folder.mkdir(exist_ok=True)
             if self._make_room(sum(tensor.nbytes for tensor in tensors.values()), path):
                 # `save_file` would write under a name that nobody removes if the process is killed
-                part.write_bytes(save(dict(tensors), {"checksum": _checksum(name, tensors)}))
+                part.write_bytes(save(dict(tensors), {"checksum": checksum_of(name, tensors)}))
                 os.replace(part, path)
         except (OSError, SafetensorError) as error:
             self._failed = True
@@ -112,8 +112,8 @@ class KeptPrefixes:
         return self._folder / f"{name}{SUFFIX}"
 
 
-def _checksum(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a checksum of a chunk's name, and of its tensors: names, types, shapes, numbers."""
+def checksum_of(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a checksum of a file's name, and of its tensors: names, types, shapes, numbers."""
     checksum = zlib.crc32(name.encode())
     for key in sorted(tensors):
         tensor = tensors[key].contiguous()

@@ -81,7 +81,7 @@ class EngineLoop:
         while True:
             if not self.engine.busy:
                 self.began = None
-                while self.inbox.empty() and self.engine.prefixes.save_next():
+                while self.inbox.empty() and self.engine.use_idle_time():
                     pass
             try:
                 command = self.inbox.get(block=not self.engine.busy)

@@ -172,6 +172,4 @@ class MethodStore:
         """
         drafter = self.drafter if self.uses_drafter(setting.method) else None
         new = make_method(setting.method, drafter)
-        if params.seed is None or params.greedy or params.coupling == COUPLED:
-            return self.methods.setdefault(setting, new)
-        return new
+        return new if params.repeats_drafts else self.methods.setdefault(setting, new)

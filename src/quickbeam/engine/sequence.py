@@ -15,6 +15,7 @@ from quickbeam.config import Budget
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DrafterState
 from quickbeam.drafters.predicted_text import PredictedText
 from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.engine.learning import Learned
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
@@ -114,6 +115,8 @@ class SequenceState:
         )
         self.error: BaseException | None = None
         self.nodes = 1  # of its last tree
+        # what drafts and is learned for its tenant, where drafters learn
+        self.learned: Learned | None = None
         self.ids = list(request.prompt)
         self.cache: SequenceCache | None = None
         self.chunks: list[Any] = []  # chunks of the prefix cache that hold the beginning of the ids
@@ -191,10 +194,14 @@ class SequenceState:
         """A number for each of the ids, by which the prefix cache knows what was computed of it.
 
         That is the id. A row of an image has a negative number, which no other image's rows have.
+        Where a tenant's texts are learned from, the first number is negative, too, and its own: the
+        drafter's rows are no other tenant's.
         """
-        if not self.request.images:
+        if not self.request.images and self.learned is None:
             return self.ids
         key = list(self.ids)
+        if self.learned is not None:
+            key[0] -= self.learned.owner
         for image in self.request.images:
             key[image.first : image.end] = [-image.key - row for row in range(len(image.rows))]
         return key
@@ -226,6 +233,8 @@ class SequenceState:
         cache.positions = self.request.positions
         self.times.began = self.times.began or time.perf_counter()
         self.context.begin(self.method.sources, self.request.shortlist)
+        if self.learned is not None:
+            self.learned.begin(self.draft_state)
         if (state := self.draft_state) is not None and state.used is not None:
             state.used = self.statistics.head = self.statistics.head or state.used
 

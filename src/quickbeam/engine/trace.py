@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quickbeam.engine.learning import LearningFigures
 from quickbeam.engine.result import Completion
 from quickbeam.errors import InvalidInput
 from quickbeam.tree import TokenTree
@@ -69,18 +70,22 @@ class Trace:
         _name(steps, text)
         return steps
 
-    def to_json(self, completion: Completion, tokenizer: Any) -> dict[str, Any]:
+    def to_json(
+        self, completion: Completion, tokenizer: Any, learning: LearningFigures | None = None
+    ) -> dict[str, Any]:
         """Return the record that `generate --trace` writes.
 
-        It holds the answer and, for each step, its nodes, the token that the target emitted after
-        the accepted ones, and how many tokens the answer took. The root comes first among the
-        nodes; it was emitted before. `parent` is an index.
+        It holds the answer, what the drafter has learned, if it learns, and, for each step, its
+        nodes, the token that the target emitted after the accepted ones, and how many tokens the
+        answer took. The root comes first among the nodes; it was emitted before. `parent` is an
+        index.
         """
         _name(self._steps, lambda token: str(tokenizer.decode([token])))
         return {
             "format": FORMAT,
             "version": VERSION,
             "answer": replace(completion, logprobs=None).to_json(),
+            "learning": None if learning is None else asdict(learning),
             "steps": self._steps,
         }
 

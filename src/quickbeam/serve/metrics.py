@@ -13,6 +13,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from quickbeam.engine.engine import Engine
+from quickbeam.engine.learning import LearningFigures
 from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import Times
 from quickbeam.engine.trace import StepRecord
@@ -92,6 +93,26 @@ class Metrics:
         self._gauge("vllm:kv_cache_usage_perc", used, lambda: engine.used)
         nodes = "Nodes of the last draft tree, over the answers under way."
         self._gauge("quickbeam:budget_nodes", nodes, lambda: engine.nodes)
+        self._watch_learning(engine)
+
+    def _watch_learning(self, engine: Engine) -> None:
+        """Add what drafters have learned."""
+
+        def figures() -> LearningFigures:
+            return LearningFigures() if engine.learner is None else engine.learner.figures
+
+        tokens = "Tokens of answers that drafters may learn from."
+        self._gauge("quickbeam:learnable_tokens", tokens, lambda: figures().tokens)
+        seconds = "Idle time that drafters have learned in."
+        self._gauge("quickbeam:learning_seconds", seconds, lambda: figures().seconds)
+        taken = "How often a drafter's new weights were taken."
+        self._gauge("quickbeam:learned_versions", taken, lambda: figures().taken)
+        returned = "How often a drafter's older weights were taken again."
+        self._gauge("quickbeam:learned_returns", returned, lambda: figures().returned)
+        gain = (
+            "Tokens a step of held-out texts by the latest weights, over those by the loaded ones."
+        )
+        self._gauge("quickbeam:learned_gain", gain, lambda: figures().gain)
 
     def metric(self, name: str, *labels: Any) -> Any:
         """Return a counter or histogram by its name, and its own label if it has one."""

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_model import BlockNetwork
+from quickbeam.drafters.loss import distribution_loss, position_weights
 from quickbeam.drafters.network import LayerInputs
 from quickbeam.models.torch.network import LayerStack
 from quickbeam.train.base import Anchors, DraftedRows, DrafterTraining, sample_anchors
-from quickbeam.train.loss import distribution_loss, position_weights
 from quickbeam.train.start import copy_layer, target_norm
 from quickbeam.train.target import FrozenTarget, TrainingBatch
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from quickbeam.drafters.loss import LossVocabulary
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.output import NullTokenizer, Output
 from quickbeam.engine.sequence import Request
@@ -15,7 +16,6 @@ from quickbeam.models.base import Model
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.train.base import DrafterTraining
-from quickbeam.train.loss import LossVocabulary
 from quickbeam.train.recipes import Plan, Recipe
 from quickbeam.train.target import FrozenTarget, TrainingBatch
 from quickbeam.train.trainer import optimizers, step_loss

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from quickbeam.drafters.loss import autocast, row_slices
 from quickbeam.train.base import Anchors, DraftedRows, DrafterTraining, sample_anchors
-from quickbeam.train.loss import row_slices
 from quickbeam.train.shards import Shards, collate
-from quickbeam.train.target import FrozenTarget, TrainingBatch, autocast
+from quickbeam.train.target import FrozenTarget, TrainingBatch
 
 CHECK_SPACING = 16  # tokens of held-out text an anchor
 

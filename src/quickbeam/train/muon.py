@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from quickbeam.train.target import fast_bfloat16
+from quickbeam.drafters.loss import fast_bfloat16
 
 MOMENTUM = 0.95
 EPS = 1e-7

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 
 from quickbeam.drafters.eagle_model import EagleHead
+from quickbeam.drafters.loss import autocast
 from quickbeam.drafters.scoring import OFFERED
+from quickbeam.drafters.unrolled import moved_forward, unroll
 from quickbeam.errors import InvalidInput
-from quickbeam.train.feature import moved_forward, unroll
 from quickbeam.train.shards import Shards, collate, spread_lengths
-from quickbeam.train.target import FrozenTarget, TrainingBatch, autocast
+from quickbeam.train.target import FrozenTarget, TrainingBatch
 
 LIKELY = 48  # the target's likeliest tokens that a place has
 # Tokens that a step of decoding is assumed to emit. Once a step, the likeliest tokens of the last
@@ -94,7 +95,7 @@ def _places_of_batch(
     likely, mass = _likely_tokens(batch, head)
     first_in_text = _first_in_text(batch, len(head))
     first_offered = _first_offered(batch, likely, len(head))
-    for depth, (hidden, _) in enumerate(unroll(network, batch, depths)):
+    for depth, (hidden, _) in enumerate(unroll(network, batch.tokens, batch.hidden, depths)):
         asked = moved_forward(batch.answer, depth + 2)
         # hidden states are known up to `position`, so the root is the token after it
         conversation, position = asked.cpu().nonzero(as_tuple=True)

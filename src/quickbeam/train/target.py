@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from quickbeam.drafters.loss import fast_bfloat16
 from quickbeam.models import builtin
 from quickbeam.models.base import Batch, Chain, Model
 from quickbeam.models.opening import LoadedModel, open_checkpoint, open_model
@@ -240,16 +241,3 @@ class Embedding(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         embedded: torch.Tensor = self._embedding(tokens)
         return embedded.float()
-
-
-def fast_bfloat16(device: torch.device) -> bool:
-    """Return whether PyTorch has fast products in bfloat16 on `device`."""
-    return device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def autocast(device: torch.device) -> torch.autocast:
-    """Return a context in which products are computed in bfloat16 if that is fast on the device.
-
-    Parameters and sums stay float32.
-    """
-    return torch.autocast(device.type, torch.bfloat16, enabled=fast_bfloat16(device))

@@ -19,15 +19,15 @@ from typing import NamedTuple
 
 import torch
 
+from quickbeam.drafters.loss import LossVocabulary, autocast
 from quickbeam.errors import InvalidInput, QuickbeamError, first_line
 from quickbeam.models.torch.pages import to_device
 from quickbeam.train.base import Anchors, DrafterTraining
 from quickbeam.train.held_out import HeldOutMetrics, measure_held_out
-from quickbeam.train.loss import LossVocabulary
 from quickbeam.train.muon import Muon
 from quickbeam.train.recipes import Recipe
 from quickbeam.train.shards import Shards, collate, split, spread_lengths, token_counts
-from quickbeam.train.target import FrozenTarget, StateCache, TrainingBatch, autocast
+from quickbeam.train.target import FrozenTarget, StateCache, TrainingBatch
 
 HIDDEN_FOLDER = "hidden"  # of hidden states, in the folder of the training
 # The first share of the run, in which all tokens are trained on, those of users too: text is

@@ -77,11 +77,12 @@ def row_slices(rows: torch.Tensor) -> list[slice]:
 class SlicedLoss(torch.autograd.Function):
     """Of m positions: the weighted sum of their losses, a scalar, and their distances, `[m]`.
 
-    q is the softmax of `x @ [head, bias].T + shift` over s tokens, p that of `target @ head.T +
-    shift`. A position's loss is the cross-entropy -sum p log q by `entropy_weight`, and the
-    distance sum |q - p| by `DISTANCE_WEIGHT`. Gradients of `x` `[m, d + r]` and `bias` `[s, r]` are
-    computed with the values, some rows at a time, so that no tensor of `[m, s]` exists: most of the
-    time of a training on a CPU would go into reading and writing it.
+    q is the softmax of `x @ [head, bias].T + shift` over s tokens, p that of
+    `target @ target_head.T + shift`. A position's loss is the cross-entropy -sum p log q by
+    `entropy_weight`, and the distance sum |q - p| by `DISTANCE_WEIGHT`. Gradients of `x`
+    `[m, d + r]` and `bias` `[s, r]` are computed with the values, some rows at a time, so that no
+    tensor of `[m, s]` exists: most of the time of a training on a CPU would go into reading and
+    writing it.
     """
 
     @staticmethod
@@ -91,6 +92,7 @@ class SlicedLoss(torch.autograd.Function):
         bias: torch.Tensor,
         target: torch.Tensor,
         head: torch.Tensor,
+        target_head: torch.Tensor,
         shift: torch.Tensor,
         weight: torch.Tensor,
         entropy_weight: float,
@@ -104,7 +106,7 @@ class SlicedLoss(torch.autograd.Function):
         for rows in row_slices(x):
             x_rows = x[rows].to(head.dtype)
             row_weight = weight[rows][:, None]
-            p = torch.softmax((target[rows] @ head.T).float().add_(shift), -1)
+            p = torch.softmax((target[rows] @ target_head.T).float().add_(shift), -1)
             log_q = torch.log_softmax((x_rows @ outputs.T).float().add_(shift), -1)
             entropy = -(p * log_q).sum(-1, keepdim=True)
             q = log_q.exp_()
@@ -127,7 +129,7 @@ class SlicedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_grad, bias_grad = ctx.saved_tensors
-        return grads[0] * x_grad, grads[0] * bias_grad, *[None] * 5
+        return grads[0] * x_grad, grads[0] * bias_grad, *[None] * 6
 
 
 def distribution_loss(
@@ -138,12 +140,14 @@ def distribution_loss(
     head: torch.Tensor,
     shift: torch.Tensor,
     done: float,
+    target_head: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss of m rows, a scalar, and the distances sum |p - q| of each, `[m]`.
 
     A row's loss is the cross-entropy (nats) of the target's distribution p and the drafter's q, and
     their distance. The loss is the mean by `position_weights`. The arguments are those of
-    `SlicedLoss`; `done`: how much of the run is over, 0 to 1.
+    `SlicedLoss`; `done`: how much of the run is over, 0 to 1. `target_head`: None where the drafter
+    has the target's head.
     """
     loss: torch.Tensor
     loss, distance = SlicedLoss.apply(
@@ -151,8 +155,22 @@ def distribution_loss(
         token_bias,
         target_hidden.to(head.dtype),
         head,
+        head if target_head is None else target_head,
         shift,
         position_weights(position),
         entropy_weight(done),
     )  # type: ignore[no-untyped-call]
     return loss, distance
+
+
+def fast_bfloat16(device: torch.device) -> bool:
+    """Return whether PyTorch has fast products in bfloat16 on `device`."""
+    return device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """Return a context in which products are computed in bfloat16 if that is fast on the device.
+
+    Parameters and sums stay float32.
+    """
+    return torch.autocast(device.type, torch.bfloat16, enabled=fast_bfloat16(device))

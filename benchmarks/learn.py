@@ -1,0 +1,153 @@
+"""What a drafter learns from the answers to questions of one kind, and what it forgets of others.
+
+    python benchmarks/learn.py --kind sql --taught 200 --asked 100
+
+Two models answer the same questions in the same order: one learns, one does not. After each
+question there is a pause, in which what can be learned is learned. Counted are the tokens of a step
+in the answers to further questions of that kind, and to general ones. Trees have a fixed number of
+nodes (`--budget`), so no time is measured, and the machine may have other work.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from common import arguments, error, finish, load, params_of, prompts, ratio, script
+from quickbeam import LLM
+
+TABLES = {
+    "orders": ("id", "customer", "total", "created_at", "status"),
+    "employees": ("id", "name", "salary", "department", "hired"),
+    "products": ("id", "title", "price", "stock", "category"),
+    "students": ("id", "name", "grade", "class", "city"),
+    "flights": ("id", "origin", "destination", "departs", "seats"),
+    "books": ("id", "title", "author", "year", "pages"),
+}
+QUERIES = (
+    "the {number} rows with the highest {a}",
+    "the average {a} for each {b}",
+    "all rows whose {a} is larger than {number}",
+    "the number of rows for each {b}",
+    "the {a} and {b} of all rows, sorted by {a}",
+    "the rows whose {b} is missing",
+    "the sum of {a} by {b}, largest first",
+    "the difference between the largest and the smallest {a}",
+)
+GERMAN = (
+    "Warum ist {thing} wichtig?",
+    "Erkläre einem Kind, was {thing} ist.",
+    "Was muss man über {thing} wissen?",
+    "Schreibe einen kurzen Text über {thing}.",
+    "Welche Vorteile hat {thing}?",
+    "Wie funktioniert {thing}?",
+    "Erzähle mir von den Anfängen: {thing} in früherer Zeit.",
+    "Was kostet {thing}, und warum?",
+)
+THINGS = (
+    *("das Wasser", "die Sonne", "das Fahrrad", "die Schule", "das Internet", "der Garten"),
+    *("die Musik", "der Winter", "die Demokratie", "der Computer", "das Brot", "der Wald"),
+    *("die Gesundheit", "das Buch", "der Sport", "die Stadt", "das Meer", "die Zeitung"),
+    *("der Arzt", "die Küche", "der Zug", "das Geld", "die Familie", "der Hund", "der Schlaf"),
+    *("das Licht", "die Brücke", "der Berg", "das Theater", "die Uhr", "der Kaffee", "das Holz"),
+    *("die Wolke", "der Fluss", "das Salz", "die Post", "der Markt", "das Papier"),
+)
+
+
+def sql(rng: random.Random) -> str:
+    table = rng.choice(list(TABLES))
+    a, b = rng.sample(TABLES[table], 2)
+    wanted = rng.choice(QUERIES).format(number=rng.randrange(2, 500), a=a, b=b)
+    columns = ", ".join(TABLES[table])
+    return f"The table {table} has the columns {columns}. Write a SQL query that returns {wanted}."
+
+
+def german(rng: random.Random) -> str:
+    return rng.choice(GERMAN).format(thing=rng.choice(THINGS))
+
+
+KINDS: dict[str, Callable[[random.Random], str]] = {"sql": sql, "german": german}
+
+
+class Answer(NamedTuple):
+    ids: list[int]
+    steps: int
+
+
+def different(kind: str, count: int, seed: int) -> list[str]:
+    """Return questions of a kind, none of them twice."""
+    rng = random.Random(seed)
+    questions = dict[str, None]()
+    while len(questions) < count:
+        questions[KINDS[kind](rng)] = None
+    return list(questions)
+
+
+def answer(llm: LLM, prompt: list[int], given: Namespace) -> Answer:
+    """Answer a question, and wait until what can be learned from it is learned."""
+    done = llm.generate(prompt, params_of(given), method=given.method, budget=given.budget)
+    while llm.learning is not None and llm.learning.pending:
+        time.sleep(0.01)
+    return Answer(done.token_ids, done.statistics.steps)
+
+
+def tokens_of_step(answers: Sequence[Answer]) -> float:
+    """Return the tokens of a step. The first token of an answer takes none."""
+    tokens = sum(len(one.ids) - 1 for one in answers)
+    return tokens / max(1, sum(one.steps for one in answers))
+
+
+def compared(
+    name: str, pairs: Sequence[tuple[Answer, Answer]]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return a row of the table and its figures, of answers without learning and with it."""
+    plain_mat = tokens_of_step([plain for plain, _ in pairs])
+    mat = tokens_of_step([learned for _, learned in pairs])
+    # answers are the same, so their steps alone make the difference
+    gain, pulls = ratio([(plain.steps, learned.steps) for plain, learned in pairs])
+    identical = sum(plain.ids == learned.ids for plain, learned in pairs)
+    off = error(pulls)
+    figures = {"plain": plain_mat, "learned": mat, "gain": gain, "error": off}
+    row = {
+        "questions": f"{len(pairs)} {name}",
+        "tokens a step": f"{plain_mat:.2f}",
+        "with what was learned": f"{mat:.2f}",
+        "gain": f"{gain:.2f}" + ("" if off is None else f" ± {off:.2f}"),
+        "identical": f"{identical} of {len(pairs)}",
+    }
+    return row, figures | {"identical": identical, "count": len(pairs)}
+
+
+def main() -> None:
+    parser = arguments(__doc__, limit=40)
+    parser.add_argument("--kind", default="sql", choices=KINDS)
+    parser.add_argument("--taught", type=int, default=200, help="questions to learn from")
+    parser.add_argument("--asked", type=int, default=100, help="further ones, which count")
+    parser.add_argument("--method", default="auto")
+    parser.add_argument("--budget", type=int, default=8, help="nodes of a tree")
+    given = parser.parse_args()
+    plain_llm = load(given, given.method)
+    learning_llm = load(given, given.method, learn=True)
+
+    def both(prompt: list[int]) -> tuple[Answer, Answer]:
+        return answer(plain_llm, prompt, given), answer(learning_llm, prompt, given)
+
+    texts = different(given.kind, given.taught + given.asked, given.seed)
+    questions = [plain_llm.encode_chat(text) for text in texts]
+    kinds = {
+        f"{given.kind}, while it learned": questions[: given.taught],
+        f"{given.kind}, after it": questions[given.taught :],
+        "general": prompts(plain_llm, given),
+    }
+    rows, figures = list[dict[str, str]](), dict[str, Any]()
+    for name, of_kind in kinds.items():
+        row, figures[name] = compared(name, [both(question) for question in of_kind])
+        rows.append(row)
+    finish(given, rows, learn=figures, learned=str(learning_llm.learning))
+
+
+if __name__ == "__main__":
+    script(main)

@@ -1,0 +1,91 @@
+"""A feature drafter's passes over a text, each over its own outputs of the pass before.
+
+So it drafts. This is the training-time test of EAGLE-3 (2503.01840, §3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from quickbeam.drafters.eagle_model import EagleHead
+from quickbeam.models.torch.network import LayerStack
+
+
+class UnrolledAttention:
+    """The attention of training-time test.
+
+    A row sees the keys of the first pass for all rows up to it. Of each later pass it sees only its
+    own key. `window`: how many of the last positions it sees, None for all.
+    """
+
+    def __init__(self, window: int | None) -> None:
+        self._window = window
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return `[b, n, query heads * size]` of `[b, n, heads, size]`, and keep key and value."""
+        dtype = value.dtype
+        self._keys.append(key.to(dtype).transpose(1, 2))
+        self._values.append(value.transpose(1, 2))
+        out = F.scaled_dot_product_attention(
+            query.to(dtype).transpose(1, 2),
+            torch.cat(self._keys, 2),
+            torch.cat(self._values, 2),
+            self._visible(query.shape[1], query.device),
+            enable_gqa=True,
+        )
+        return out.transpose(1, 2).flatten(2)
+
+    def _visible(self, n: int, device: torch.device) -> torch.Tensor:
+        """Return which keys of all passes each row sees, `[n, passes * n]` bool."""
+        passes = len(self._keys)
+        window = self._window or n + passes
+        itself = torch.eye(n, dtype=torch.bool, device=device)
+        up_to_itself = torch.ones_like(itself).tril()
+        visible = list[torch.Tensor]()
+        for number in range(passes):
+            mask = itself if number else up_to_itself
+            # in the pass before the last, keys stand one position further back, and so on
+            visible.append(mask.triu(passes - number - window))
+        return torch.cat(visible, 1)
+
+
+def moved_forward(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Return `[b, n, …]` whose row i is row i + count of `x`. The last `count` rows are zero."""
+    if not count:
+        return x
+    return torch.cat([x[:, count:], x.new_zeros(x.shape[0], count, *x.shape[2:])], 1)
+
+
+def unroll(
+    network: EagleHead,
+    tokens: torch.Tensor,
+    hidden: torch.Tensor,
+    depths: int,
+    layers: LayerStack | None = None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Run `depths` passes, and yield the hidden states that each reads, and its outputs.
+
+    `tokens`: `[b, n]`. `hidden`: the target's hidden states after them, `[b, n, L * d]` or wider,
+    of which the network reads the first ones. `layers`: the network's, in PyTorch; None makes them.
+
+    In pass k, row i drafts the token at i + k + 2. It reads its hidden state and the embedding of
+    the token at i + k + 1. Hidden states of the first pass are the target's up to i, those of
+    another are the outputs of the pass before. Both tensors are `[b, n, d]`.
+    """
+    config = network.config
+    layers = layers or network.layers_in_torch()
+    attention = UnrolledAttention(config.window)
+    embedded = network.embedding(tokens).float()
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    hidden = layers.fuse(hidden[..., : len(config.layers) * config.target_size].float())
+    for depth in range(depths):
+        following = moved_forward(embedded, depth + 1)
+        drafted_positions = (positions + depth).expand(len(tokens), -1)
+        out = network(hidden, following, drafted_positions, attention, layers)
+        yield hidden, out
+        hidden = out
