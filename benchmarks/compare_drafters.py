@@ -11,11 +11,13 @@ out, with its standard error; "with prompts" counts them. "Draft ms" are those o
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import exp, log
 from statistics import fmean, stdev
+from unittest.mock import patch
 
 from common import arguments, finish, load, params_of, questions_of, script
 from quickbeam import LLM
@@ -74,7 +76,11 @@ def main() -> None:
     parser = arguments(__doc__, limit=48, max_tokens=128)
     parser.add_argument("entries", nargs="+", metavar="METHOD[=FOLDER]")
     parser.add_argument("--weights", default="bfloat16", choices=WEIGHTS)
-    given = parser.parse_args()
+    with patch.dict(METHODS):  # without what `method_without` adds
+        compare(parser.parse_args())
+
+
+def compare(given: Namespace) -> None:
     llms, runners, items = dict[str, LLM](), dict[str, LLMRunner](), []
     for entry in given.entries:
         words, _, folder = entry.partition("=")
@@ -101,7 +107,9 @@ def main() -> None:
                 one.steps * one.mean_accepted_tokens / (one.draft_seconds + one.verify_seconds)
                 for one in answers
             ],
-            "with prompts": [one.new_tokens / one.seconds for one in answers],
+            "with prompts": [
+                one.new_tokens / (one.prefill_seconds + one.seconds) for one in answers
+            ],
         }
         first = first or rates
         apart = sum(one["method"] == entry for one in results.differences)

@@ -109,7 +109,7 @@ def test_every_option_arrives(run):
     loading = """--model folder --method dyspec --budget 12 --drafter small --vocab router
         --shortlist 99 --dtype float32 --device cpu --revision v1 --kv-memory 1GB
         --weights int4 --draft-weights int8 --memory 3GB --memory-of-answers 1MB --keep k
-        --max-running 3 --no-share-prefixes --max-pixels 9000"""
+        --learn --max-running 3 --no-share-prefixes --max-pixels 9000"""
     given = ("--system", "Be brief.", "--json", *sampling.split(), *loading.split())
     result = run("generate", "hello", *given)
     assert result.exit_code == 0, result.stderr
@@ -119,7 +119,7 @@ def test_every_option_arrives(run):
     expected = {"drafter": "small", "vocab": "router", "shortlist": 99, "budget": 12}
     expected |= {"dtype": "float32", "device": "cpu", "revision": "v1"}
     expected |= {"weights": "int4", "draft_weights": "int8", "memory": "3GB", "kv_memory": "1GB"}
-    expected |= {"memory_of_answers": "1MB", "keep": "k", "kept_prefixes": "1GB"}
+    expected |= {"memory_of_answers": "1MB", "keep": "k", "kept_prefixes": "1GB", "learn": True}
     expected |= {"max_running": 3, "share_prefixes": False, "max_pixels": 9000}
     assert options == expected
     assert messages == [("system", "Be brief."), ("user", "hello")]

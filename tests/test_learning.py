@@ -32,7 +32,7 @@ from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import Gate
-from quickbeam.serve.metrics import Metrics
+from quickbeam.serve.metrics import Metrics, expose
 from test_train_block import VOCAB, D, model
 
 CONFIG = EagleConfig(D, 24, 4, 2, 4, (1, 2), D, VOCAB)
@@ -123,7 +123,7 @@ def test_metrics_show_what_was_learned():
     metrics = Metrics("tiny", Gate(ServerOptions()))
     metrics.watch(school.engine, lambda: 0.0)
     school.teach()
-    shown = metrics.expose("")[0].decode()
+    shown = expose(metrics.registry, "")[0].decode()
     figures = school.learner.figures
     assert f'quickbeam:learnable_tokens{{model_name="tiny"}} {figures.tokens}.0' in shown
     assert 'quickbeam:learned_versions{model_name="tiny"} 1.0' in shown
