@@ -59,10 +59,6 @@ class Speed:
         return seconds
 
 
-def _nothing() -> int:
-    return 0
-
-
 class MeasuredBudget:
     """Decides which steps draft, how many nodes a tree has, and which calls of a drafter are made.
 
@@ -104,7 +100,7 @@ class MeasuredBudget:
         nodes: int = 1,
         rows: int = 0,
         drafter: Hashable = None,
-        unread: Callable[[], int] = _nothing,
+        unread: Callable[[], int] = lambda: 0,
     ) -> None:
         """Open a step of so many sequences.
 
