@@ -64,7 +64,7 @@ def test_on_cuda_steps_do_not_wait(tmp_path):
     assert torch.stack(figures).isfinite().all()
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.1)])
 def test_muon_makes_the_steps_of_pytorchs(dtype, tolerance, monkeypatch):
     monkeypatch.setattr(muon, "fast_bfloat16", lambda device: dtype == "bfloat16")
     if dtype == "float32":  # PyTorch's computes in bfloat16 alone
