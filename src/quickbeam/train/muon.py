@@ -25,9 +25,9 @@ C = 2.0315
 def orthogonalized(x: torch.Tensor) -> torch.Tensor:
     """Return about U V^T of each matrix U S V^T of `x` `[n, rows, columns]`; rows <= columns.
 
-    This takes five rounds of Newton-Schulz, in bfloat16 where that is fast. All p are polynomials of
-    the first g. So the g of the next round is p g p, and several rounds are one product with `x`,
-    which takes half the time where rows are few beside columns.
+    This takes five rounds of Newton-Schulz, in bfloat16 where that is fast. All p are polynomials
+    of the first g. So the g of the next round is p g p, and several rounds are one product with
+    `x`, which takes half the time where rows are few beside columns.
     """
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
     x = x.bfloat16() if fast_bfloat16(x.device) else x

@@ -17,6 +17,7 @@ from quickbeam.hub import trained_folder
 
 FEATURE, BLOCK = "feature", "block"  # kinds of drafters that are trained
 FIXED = {"option": False}  # fields that no option sets
+WARMUP_SHARE = 0.05  # of a run in which the learning rate rises, at most
 # How the model's own questions and documents begin, by language. An instruct model that is given
 # the chat template up to where a user speaks writes what a user would ask. Half of the questions
 # begin with one of these words, so that the text covers what users ask for and not only what the
@@ -50,7 +51,8 @@ def opening_words(kind: str, languages: str) -> list[str]:
 class Recipe:
     """How a drafter is trained.
 
-    The learning rate rises over `warmup` steps, and falls to zero as a cosine.
+    The learning rate rises over `warmup` steps, in a short run over its first `WARMUP_SHARE`, and
+    falls to zero as a cosine.
     """
 
     kind: str = field(default=FEATURE, metadata={"choices": (FEATURE, BLOCK), "common": True})
@@ -85,7 +87,7 @@ class Recipe:
 
     def rate(self, step: int, done: float) -> float:
         """Return the learning rate of a step if `done` (0 to 1) of the run is over."""
-        rising = min(1.0, (step + 1) / self.warmup)
+        rising = min(1.0, max((step + 1) / self.warmup, done / WARMUP_SHARE))
         return self.lr * rising * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
