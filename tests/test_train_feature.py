@@ -20,10 +20,13 @@ from quickbeam.drafters.eagle_files import FileHead, load_eagle, save_eagle
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.shortlist.shortlist import Artefact
+from quickbeam.engine.engine import Engine
+from quickbeam.engine.sequence import SequenceState
 from quickbeam.models.families import describe
 from quickbeam.models.opening import make_model
 from quickbeam.models.weights.gguf.convert import convert
 from quickbeam.models.weights.parameters import ModelParameters
+from quickbeam.train import forecast
 from quickbeam.train.base import Anchors
 from quickbeam.train.feature import FeatureTraining, feature_layers, new_feature_network
 from quickbeam.train.forecast import Rates
@@ -231,6 +234,22 @@ def test_a_gguf_file_is_read_as_its_folder_would_be(tmp_path, cache):
     assert (one.config.hidden_size, one.config.layers) == (64, other.config.layers)
     for name, weight in one.state_dict().items():
         torch.testing.assert_close(weight, other.state_dict()[name], atol=0.02, rtol=0.02, msg=name)
+
+
+def test_writing_is_timed_while_all_sequences_write(toy_folder, monkeypatch):
+    plan = Plan(model=str(toy_folder), slots=48, length=256)  # whose prompts take several passes
+    sequences = list[SequenceState]()
+    add = Engine.add
+    monkeypatch.setattr(
+        Engine, "add", lambda *given: sequences.append(add(*given)) or sequences[-1]
+    )
+
+    def written():
+        return sum(len(sequence.output.token_ids) for sequence in sequences)
+
+    monkeypatch.setattr(forecast.time, "perf_counter", written)
+    rate = forecast._write_rate(plan, open_target(str(toy_folder), CPU).loaded.model)
+    assert rate == 1 and written() >= plan.slots
 
 
 SIZES = "--tokens 1500 --length 64 --slots 8 --batch 256 --loss-vocab 128 --ahead 3 --rows 300"

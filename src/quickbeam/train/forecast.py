@@ -10,7 +10,7 @@ import torch
 from quickbeam.drafters.loss import LossVocabulary
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.output import NullTokenizer, Output
-from quickbeam.engine.sequence import Request
+from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Model
 from quickbeam.params import SamplingParams
@@ -20,7 +20,7 @@ from quickbeam.train.recipes import Plan, Recipe
 from quickbeam.train.target import FrozenTarget, TrainingBatch
 from quickbeam.train.trainer import optimizers, step_loss
 
-WRITTEN = 6  # tokens of each sequence that are written
+WRITTEN = 5  # passes in which every sequence writes a token
 PROMPT = 64  # tokens before them
 LENGTH = 256  # tokens of the conversations that are read and trained on
 
@@ -98,19 +98,23 @@ def _step_seconds(
 def _write_rate(plan: Plan, model: Model) -> float:
     """Return the tokens a second of `slots` sequences that are written side by side."""
     engine = Engine(model, max_running=plan.slots)
-    params = SamplingParams(max_tokens=WRITTEN, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=plan.length // 2, temperature=0.0, ignore_eos=True)
+    sequences = list[SequenceState]()
+
+    def written() -> int:
+        return sum(len(sequence.output.token_ids) for sequence in sequences)
+
     try:
         for slot in range(plan.slots):
             prompt = [(slot + i) % model.vocab_size for i in range(min(PROMPT, plan.length // 2))]
             sampler = Sampler(params, (), model.vocab_size)
             output = Output(NullTokenizer(), params)
-            sequence = engine.add(Request(prompt, params, NoDraft(), output, sampler))
-        while not sequence.output.token_ids:  # prompts are being read
+            sequences.append(engine.add(Request(prompt, params, NoDraft(), output, sampler)))
+        while not sequences[-1].output.token_ids:  # prompts are being read
             engine.step()
-        began = time.perf_counter()
-        passes = WRITTEN - 1
-        for _ in range(passes):
+        began, before = time.perf_counter(), written()
+        for _ in range(WRITTEN):
             engine.step()
-        return passes * plan.slots / (time.perf_counter() - began)
+        return (written() - before) / (time.perf_counter() - began)
     finally:
         engine.close()
