@@ -27,12 +27,14 @@ from quickbeam.config import WEIGHTS
 from quickbeam.drafters.base import Context, Drafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram, NgramIndex
+from quickbeam.drafters.ngram_table import OwnText
 from quickbeam.drafters.recycling import Recycling
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import METHODS, auto
 from quickbeam.methods.base import ProposalSteps
 
-SOURCES = (Ngram.name, LastLogits.name, Recycling.name)  # that `auto` can be asked to do without
+# that `auto` can be asked to do without
+SOURCES = (Ngram.name, LastLogits.name, Recycling.name, OwnText.name)
 
 
 class Without(auto.Auto):
@@ -43,8 +45,7 @@ class Without(auto.Auto):
         self.without = source
         if source == LastLogits.name:
             self.last_logits = None
-        if source == Recycling.name:
-            self.recycling = None
+        self.successors = [each for each in self.successors if each.name != source]
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         if self.without == Ngram.name:

@@ -8,7 +8,7 @@ import torch
 
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.drafters.recycling import KEPT, Recycling, Successors
+from quickbeam.drafters.recycling import KEPT, RecycledRows, Recycling
 from quickbeam.llm import LLM
 from quickbeam.methods.auto import Auto
 from quickbeam.noise import Noise
@@ -37,7 +37,7 @@ def learn(source, context, *rows, tree=None):
 
 def best_after(source, context, path=()):
     recycled = source.after(context, path)
-    return recycled and (int(recycled.tokens[0]), recycled.pair)
+    return recycled and (int(recycled.tokens[0]), recycled.known == 2)
 
 
 def test_what_followed_the_last_two_tokens_comes_before_what_followed_the_last():
@@ -69,14 +69,14 @@ def test_nodes_are_learned_from_by_their_parents_rejected_ones_too():
 
 
 def test_the_oldest_rows_are_forgotten_and_tenants_do_not_meet():
-    known = Successors(2)
+    known = RecycledRows(2)
 
     def put(before, token, next_token):
         known.put([(before, token)], np.array([[next_token]]), np.ones((1, 1)))
 
     def after(before, token):
         recycled = known.after(before, token)
-        return recycled and (recycled.tokens[0], recycled.pair)
+        return recycled and (recycled.tokens[0], recycled.known == 2)
 
     put(1, 2, 3)
     put(4, 2, 5)
@@ -104,7 +104,7 @@ def test_recycled_tokens_compete_in_the_tree_of_auto():
     """Below the root, below each other, and with a token that the text repeats, as one child."""
     method = Auto()
     for before, token, best in ((1, 2, (30, 31)), (2, 30, (33,)), (30, 33, (34,))):
-        learn(method.recycling, context([before, token]), logits(*best))
+        learn(method.successors[-1], context([before, token]), logits(*best))
     tree = tree_of_auto(method, context([9, 1, 2]))
     paths = {tuple(tree.tokens(node)): tree.source[node] for node in range(1, len(tree))}
     assert {(30,), (31,), (30, 33), (30, 33, 34)} <= paths.keys()
@@ -127,7 +127,7 @@ def test_the_noise_of_a_position_decides_between_recycled_tokens():
     method = Auto()
     row = torch.zeros(VOCAB)
     row[20:30] = 20.0
-    learn(method.recycling, context([1, 2]), row)
+    learn(method.successors[-1], context([1, 2]), row)
     chosen = set()
     for seed in range(12):
         noise = Noise(seed, 0, VOCAB)
@@ -153,7 +153,7 @@ def test_a_grammar_bans_recycled_tokens():
             return row
 
     method = Auto()
-    learn(method.recycling, context([1, 2]), logits(30, 31, 32, 33))
+    learn(method.successors[-1], context([1, 2]), logits(30, 31, 32, 33))
     tree = tree_of_auto(method, context([1, 2], grammar=Odd()))
     assert {31, 33} <= set(tree.token[1:]) and all(token % 2 for token in tree.token[1:])
 

@@ -248,7 +248,7 @@ def test_writing_is_timed_while_all_sequences_write(toy_folder, monkeypatch):
         return sum(len(sequence.output.token_ids) for sequence in sequences)
 
     monkeypatch.setattr(forecast.time, "perf_counter", written)
-    rate = forecast._write_rate(plan, open_target(str(toy_folder), CPU).loaded.model)
+    rate = forecast.write_rate(plan, open_target(str(toy_folder), CPU).loaded.model)
     assert rate == 1 and written() >= plan.slots
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from os import fspath
 from pathlib import Path
 from typing import Any, overload
 
@@ -34,6 +35,7 @@ from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.learning import LearnedNetwork
 from quickbeam.drafters.loading import load_drafter
 from quickbeam.drafters.mtp import runs_mtp
+from quickbeam.drafters.ngram_table import NgramTable
 from quickbeam.drafters.predicted_text import GAP
 from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.engine import Engine
@@ -150,7 +152,8 @@ class LLM:
 
         # its drafter
         self.drafter_trials: list[Trial] = []
-        drafter = options.drafter or hub.drafter_of(options.source)
+        named = None if options.drafter is None else fspath(options.drafter)
+        drafter = hub.drafter_for(options.source, named)
         if drafter == MTP and options.drafter is None and not runs_mtp(loaded.model):
             drafter = None
         if drafter == hub.AUTO:
@@ -164,7 +167,11 @@ class LLM:
 
         self.folder = folder
         load = drafter_loader(str(drafter), folder, options, progress) if drafter else None
-        self._start(loaded, name, options, load, answers)
+        table_folder = hub.table_of(options.source, named or drafter)
+        table = None
+        if table_folder is not None:
+            table = NgramTable.load(table_folder, loaded.model.vocab_size)
+        self._start(loaded, name, options, load, answers, table)
         if options.keep is not None and options.prefix_bytes and options.share_prefixes:
             files = Path(f"{options.keep}.prefixes")
             identity = self._identity(str(drafter))
@@ -202,6 +209,7 @@ class LLM:
         options: LLMOptions,
         load_drafter: LoadDrafter | None,
         answers: AnswerMemory | None,
+        table: NgramTable | None = None,
     ) -> None:
         self.model, self.tokenizer, self.eos_ids = loaded.model, loaded.tokenizer, loaded.eos_ids
         self.images = loaded.images
@@ -225,6 +233,7 @@ class LLM:
             max_running=options.max_running,
             share=options.share_prefixes,
             memory=answers,
+            table=table,
             kernels=kernels,
         )
         self.thread = EngineThread(self.engine)
@@ -297,6 +306,8 @@ class LLM:
         drafter = self.method_store.drafter
         if drafter is not None and drafter.weight_bytes:
             parts.append(f"the drafter's weights {drafter.weight_bytes / 1e6:.0f} MB")
+        if self.engine.table is not None:
+            parts.append(f"n-grams of {self.engine.table.text:,} tokens of its own text")
         return ", ".join(parts)
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from quickbeam.config import Budget, check_vocab, plain_vocab
 from quickbeam.errors import InvalidInput
-from quickbeam.hub import DEFAULT, drafter_of
+from quickbeam.hub import DEFAULT, drafter_for
 from quickbeam.methods import METHODS, check_method, stand_in
 from quickbeam.models.builtin import resolve
 from quickbeam.params import COUPLED, SamplingParams
@@ -84,7 +84,7 @@ def parse_methods(
         items.append(item)
     if not items:
         raise InvalidInput(f"--methods {text!r}: names no method; known: {', '.join(NAMES)}")
-    has_drafter = (drafter or drafter_of(model)) is not None
+    has_drafter = drafter_for(model, drafter) is not None
     for item in items:
         if not item.is_peer:
             stand_in(item.method, has_drafter)

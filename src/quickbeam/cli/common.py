@@ -34,6 +34,7 @@ SOURCES = {
     "drafter": "the drafter",
     "last_logits": "last logits",
     "recycling": "recycled logits",
+    "table": "the model's own text",
     "answers": "earlier answers",
     "prediction": "the prediction",
     "skeletons": "calls' fixed parts",

@@ -32,6 +32,7 @@ COLOURS = {
     "drafter": "bright_green",
     "last_logits": "bright_magenta",
     "recycling": "bright_yellow",
+    "table": "bright_blue",
 }
 FONTS = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)  # a picture would fetch these
 

@@ -33,10 +33,10 @@ class StageOptions:
     only: str | None = field(
         default=None, metadata={"choices": ("text", "drafter", "shortlist"), "common": True}
     )
-    """Carry out one stage. text: write text; drafter: train on the text that is there, which
-    another process may add to meanwhile; shortlist: make the shortlist of a feature drafter (EAGLE)
-    that is there. Default: write text and train on it by turns, make the shortlist, and measure the
-    drafter."""
+    """Carry out one stage. text: write text and the table of its n-grams, which drafts without any
+    training, after some minutes; drafter: train on the text that is there, which another process
+    may add to meanwhile; shortlist: make the shortlist of a feature drafter (EAGLE) that is there.
+    Default: write text and train on it by turns, make the shortlist, and measure the drafter."""
     limit: int = field(default=12, metadata={"min": 1})
     """Questions of the bench at the end."""
     max_tokens: int = field(default=64, metadata={"min": 3})
@@ -46,9 +46,10 @@ class StageOptions:
 def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: StageOptions) -> None:
     """Make a drafter for a model from text that the model writes.
 
-    It is a feature drafter, with its shortlist, or a block drafter. At the end a bench says how
-    fast the methods are with it. Draft with it by --drafter OUT; without --out, a model that comes
-    without a drafter has this one by itself.
+    It is a feature drafter, with its shortlist, or a block drafter. A table of the text's n-grams
+    lies beside it and drafts, too. At the end a bench says how fast the methods are with both.
+    Draft with them by --drafter OUT; without --out, a model that comes without a drafter has this
+    one by itself, and any model the table.
 
     Ctrl-C or a kill loses at most a minute; the same command goes on, and the drafter in OUT can be
     used meanwhile. OUT also holds the figures: training.json, log.jsonl, bench.json.
@@ -86,21 +87,31 @@ def write_and_train(plan: Plan, only: str | None) -> None:
         if only == "drafter":
             Shards(plan.text)  # refused before the model is loaded
         target = open_target(plan.model, pick_device(None))
-        rates = DrafterStage(plan, target).rates()
+        text = TextStage(plan, target)
+        drafter = None
+        rates = text.rates() if only == "text" else DrafterStage(plan, target).rates()
         plan = planned(plan, rates)
-        text, drafter = TextStage(plan, target), DrafterStage(plan, target)
-    say(plan_text(plan, rates))
+        if only != "text":
+            drafter = DrafterStage(plan, target)
+    say(plan_text(plan, rates, drafter is not None))
     for share, until in TURNS if only is None else TURNS[-1:]:
         if only != "drafter":
             write_text(text, round(plan.tokens * share))
-        if only != "text":
+        if drafter is not None:
             train_drafter(drafter, until)
+    if drafter is None:
+        say(f"written to {plan.folder}: quickbeam generate … --drafter {plan.folder}")
 
 
-def plan_text(plan: Plan, rates: Rates) -> str:
-    """Return what is going to be done, and how long that takes at these rates."""
-    visits = int(plan.tokens * plan.recipe.epochs)
+def plan_text(plan: Plan, rates: Rates, trains: bool) -> str:
+    """Return what is going to be done, and how long that takes at these rates.
+
+    `trains`: whether a drafter is trained on the text.
+    """
     write, read, train = rates.seconds(plan)
+    if not trains:
+        return f"{plan.tokens:,} tokens of text: {minutes(write)} to write"
+    visits = int(plan.tokens * plan.recipe.epochs)
     share, until = TURNS[0]
     first = share * (write + read) + until * train
     return (
@@ -115,7 +126,7 @@ def minutes(seconds: float) -> str:
 
 
 def write_text(stage: TextStage, tokens: int) -> None:
-    """Write text until there are so many tokens."""
+    """Write text until there are so many tokens, and the table of its n-grams."""
     with progress_bar("text") as show:
 
         def wrote(count: int, rate: float) -> None:
@@ -123,6 +134,7 @@ def write_text(stage: TextStage, tokens: int) -> None:
             show(f"text: {count:,} tokens, {rate:.0f} a second, {left} left", count / tokens)
 
         stage.run(wrote, tokens)
+    stage.save_table()
     say(f"text: {stage.tokens():,} tokens")
 
 

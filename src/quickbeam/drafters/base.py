@@ -17,6 +17,7 @@ from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
 if TYPE_CHECKING:
+    from quickbeam.drafters.ngram_table import NgramTable
     from quickbeam.drafters.predicted_text import PredictedText
     from quickbeam.drafters.shortlist.shortlist import Shortlist
     from quickbeam.drafters.texts import Texts
@@ -45,6 +46,7 @@ class Context:
     - `filters`: the request's sampling parameters, where they rule out unlikely tokens.
     - `grammar`: the grammar that the answer has to follow, if there is one.
     - `texts`: the finished texts that may be drafted from, if any are kept.
+    - `table`: n-grams of text that the model wrote before, if there are any.
     - `prediction`: the text that the request predicts, if it predicts one.
     - `skeletons`: the fixed parts of the tool calls that the answer may hold, if any are known.
     - `cache`: the target's keys and values of all ids but the last, where a target reads them.
@@ -63,6 +65,7 @@ class Context:
     filters: SamplingParams | None = None
     grammar: Masks | None = None
     texts: Texts | None = None
+    table: NgramTable | None = None
     prediction: PredictedText | None = None
     skeletons: PredictedText | None = None
     cache: SequenceCache | None = None

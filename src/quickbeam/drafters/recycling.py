@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from quickbeam.drafters.base import Context, Source
+from quickbeam.drafters.base import Context
 from quickbeam.drafters.largest import largest
+from quickbeam.drafters.successors import Successors, SuccessorSource
 from quickbeam.drafters.texts import TENANTS
 from quickbeam.noise import Array
 from quickbeam.tree import TokenTree
@@ -25,18 +25,7 @@ KEPT = 12  # tokens of a row
 ROWS = 1 << 16  # rows of one tenant
 
 
-class Recycled(NamedTuple):
-    """The likeliest tokens after a token, the likeliest first, and their probabilities `[KEPT]`.
-
-    `pair`: whether the token before was the same, too.
-    """
-
-    tokens: Array
-    probs: Array
-    pair: bool
-
-
-class Successors:
+class RecycledRows:
     """The likeliest tokens after the latest `rows` rows, by their last two tokens and their last.
 
     A new row takes the place of the oldest one.
@@ -71,16 +60,17 @@ class Successors:
             self._tokens[row, :width] = row_tokens
             self._probs[row, :width] = row_probs
 
-    def after(self, before: int, token: int) -> Recycled | None:
+    def after(self, before: int, token: int) -> Successors | None:
         """Return what was likely after `before` and `token`, or else after `token`; or None."""
         row = self._row_of_key.get(self._pair(before, token))
-        pair = row is not None
+        known = 2
         if row is None:
             row = self._row_of_key.get(token)
-        return None if row is None else Recycled(self._tokens[row], self._probs[row], pair)
+            known = 1
+        return None if row is None else Successors(self._tokens[row], self._probs[row], known)
 
 
-class Recycling(Source):
+class Recycling(SuccessorSource):
     """Proposes what the target found likely after the same tokens, in any answer of the tenant.
 
     It keeps nothing of a sequence. The tenants that were asked for least recently are forgotten.
@@ -89,11 +79,11 @@ class Recycling(Source):
     name = "recycling"
 
     def __init__(self) -> None:
-        self._by_tenant = OrderedDict[Hashable, Successors]()
+        self._by_tenant = OrderedDict[Hashable, RecycledRows]()
 
-    def _successors(self, tenant: Hashable) -> Successors:
+    def _rows(self, tenant: Hashable) -> RecycledRows:
         if tenant not in self._by_tenant:
-            self._by_tenant[tenant] = Successors()
+            self._by_tenant[tenant] = RecycledRows()
             if len(self._by_tenant) > TENANTS:
                 self._by_tenant.popitem(last=False)
         self._by_tenant.move_to_end(tenant)
@@ -114,15 +104,14 @@ class Recycling(Source):
         scores = np.array(values, np.float32)
         probs = np.exp(scores - scores[:, :1])
         probs /= probs.sum(-1, keepdims=True)
-        self._successors(context.tenant).put(pairs, np.array(tokens), probs)
+        self._rows(context.tenant).put(pairs, np.array(tokens), probs)
 
     def forget(self) -> None:
         self._by_tenant.clear()
 
-    def after(self, context: Context, path: Sequence[int]) -> Recycled | None:
-        """Return what was likely after the text that `path` continues; None if nothing is known."""
+    def after(self, context: Context, path: Sequence[int]) -> Successors | None:
         before, token = [-1, *context.ids[-2:], *path][-2:]
-        return self._successors(context.tenant).after(before, token)
+        return self._rows(context.tenant).after(before, token)
 
 
 def _before(context: Context, tree: TokenTree, node: int) -> int:

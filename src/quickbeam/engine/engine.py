@@ -12,6 +12,7 @@ import torch
 
 from quickbeam.config import EngineOptions
 from quickbeam.drafters.base import Drafter
+from quickbeam.drafters.ngram_table import NgramTable
 from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.budget import MAX_NODES, MAX_NODES_SLOW, MeasuredBudget
 from quickbeam.engine.commit import Commit
@@ -39,6 +40,7 @@ class Engine:
     - `pages`: pages of keys and values, None for any number.
     - `share`: whether texts that begin alike share their beginning.
     - `memory`: what finished texts are kept in, for other answers to draft from; None for none.
+    - `table`: n-grams of text that the model wrote before, to draft from; None for none.
     - `budget`: None makes one when the first tree needs it, and measures the model's passes then.
     - `kernels`: compute what the host does between passes: draws, and the largest of some numbers.
       None: those that run the model if there are any, else PyTorch and NumPy.
@@ -54,6 +56,7 @@ class Engine:
         pages: int | None = None,
         share: bool = True,
         memory: AnswerMemory | None = None,
+        table: NgramTable | None = None,
         budget: MeasuredBudget | None = None,
         kernels: Kernels | None = None,
     ) -> None:
@@ -68,6 +71,7 @@ class Engine:
         model.pool.evict = self.prefixes.evict
         self._budget = budget
         self._memory = memory
+        self.table = table
         self.learner: Learner | None = None  # learns from answers, where drafters shall
         self.finished: list[SequenceState] = []  # those that ended in the last step
         # of all steps in which no prompt was read
@@ -130,6 +134,7 @@ class Engine:
         if sequence.over:
             return
         self.prefixes.drafter = self.prefixes.drafter or sequence.drafter
+        sequence.context.table = self.table
         if self._memory is not None:
             sequence.context.texts = self._memory.of(sequence.request.tenant)
         if self.learner is not None and not sequence.params.repeats_drafts:

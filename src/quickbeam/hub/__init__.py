@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from quickbeam.hub.mtp import MTP, has_mtp
 DEFAULT = DEFAULT_MODEL
 # the folder of drafters, each in a folder named as the model that it drafts for
 DRAFTERS = Path(__file__).parents[1] / "drafters"
+TABLE = "ngrams.safetensors"  # the file of n-grams of text that a model wrote
 TRAINED = "trained"  # the folder in the cache of drafters that `quickbeam train` made
 HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
 SELF = "self"  # the drafter that is a copy of the model in fewer bits
@@ -90,6 +92,29 @@ def drafter_of(model: str | None) -> str | None:
     return str(trained) if (trained / "model.safetensors").is_file() else None
 
 
+def drafter_for(model: str | None, named: str | None) -> str | None:
+    """Return the drafter to load: the one that is `named`, or else that of the model; or None.
+
+    A folder that is named for the sake of its table of n-grams alone is no drafter.
+    """
+    if named is None:
+        return drafter_of(model)
+    folder = Path(named)
+    has_table = (folder / TABLE).is_file()
+    return None if has_table and not (folder / "config.json").is_file() else named
+
+
+def table_of(model: str | None, drafter: str | None) -> Path | None:
+    """Return the folder with the table of n-grams of a model's own text; None where there is none.
+
+    It is that of the `drafter`, or of what was trained for the model in the cache.
+    """
+    folders = [] if drafter is None else [Path(drafter)]
+    with suppress(OSError):  # a file that can't be read, which is named when the model is opened
+        folders.append(trained_folder(model))
+    return next((folder for folder in folders if (folder / TABLE).is_file()), None)
+
+
 def trained_folder(model: str | None) -> Path:
     """Return the folder in the cache where a drafter is trained for a model.
 
@@ -134,7 +159,7 @@ def check_source(model: str) -> None:
     if model in EMBEDDED or model in DRAFTER_WORDS:
         return
     if path.is_dir():
-        if not any((path / file).is_file() for file in CONFIGS):
+        if not any((path / file).is_file() for file in (*CONFIGS, TABLE)):
             raise InvalidInput(f"{path} is not a model folder: it has no config.json")
     elif path.is_file():
         if path.suffix != ".gguf":

@@ -22,7 +22,7 @@ from quickbeam.config import (
     parse_budget,
 )
 from quickbeam.errors import InvalidInput, did_you_mean
-from quickbeam.hub import check_hub, check_source, drafter_of
+from quickbeam.hub import check_hub, check_source, drafter_for
 
 if TYPE_CHECKING:
     from quickbeam.drafters.base import Drafter
@@ -122,10 +122,11 @@ def check_options(options: LLMOptions) -> None:
 
     It looks at names and files alone, before PyTorch is imported or anything is loaded.
     """
-    has_drafter = (options.drafter or drafter_of(options.source)) is not None
+    named = None if options.drafter is None else fspath(options.drafter)
+    has_drafter = drafter_for(options.source, named) is not None
     method = stand_in(options.method, has_drafter)
     check_vocab(options.vocab or preset(method).vocab)
-    names = [options.source, None if options.drafter is None else fspath(options.drafter)]
+    names = [options.source, named]
     for name in names:
         if name is not None:
             check_source(name)

@@ -34,9 +34,9 @@ RATES = {
     SKELETON: (0.5, 0.7, 0.8, 0.9, 0.95),
     GUESSED: (0.04, 0.025, 0.015, 0.01, 0.005),
 }
-# by what the probability of a recycled token is multiplied at first, where it followed the same two
-# tokens, and where it followed the same last one
-PAIR_RATE, TOKEN_RATE = 0.8, 0.5
+# by what the probability of a token that followed the last 1, 2 or 3 tokens elsewhere is multiplied
+# at first, by its source
+SUCCESSOR_RATES = {"recycling": (0.5, 0.8), "table": (0.3, 0.45, 0.55)}
 # their odds are multiplied by this if the token is the drafter's first choice, and else divided
 AGREEMENT_ODDS = 4.0
 
@@ -133,16 +133,16 @@ def free_features(kind: str, number: int) -> CandidateFeatures:
     return of_kind[min(max(number, 1).bit_length(), len(of_kind)) - 1]
 
 
-def recycled_features(rank: int, probability: float, pair: bool) -> CandidateFeatures:
-    """Return the features of a recycled token (`drafters/recycling.py`).
+def successor_features(source: str, known: int, rank: int, probability: float) -> CandidateFeatures:
+    """Return the features of a token that followed the last tokens elsewhere.
 
-    `rank` counts its siblings, from 0. `probability`: what the target gave it the last time.
-    `pair`: whether the two tokens before it were the same then, not only the last one.
+    `source`: its name, one of `SUCCESSOR_RATES`. `known`: how many tokens it followed there. `rank`
+    counts its siblings, from 0. `probability`: how likely it was there.
     """
     _, prior = drafted_features(rank, probability)
-    kind = f"recycled {'pair' if pair else 'token'} {min(rank, RANKS - 1)}"
+    kind = f"{source} {known} {min(rank, RANKS - 1)}"
     group = (kind, bisect_right(PROBABILITY_BOUNDS, probability), NOT_ASKED)
-    return CandidateFeatures(group, (PAIR_RATE if pair else TOKEN_RATE) * prior)
+    return CandidateFeatures(group, SUCCESSOR_RATES[source][known - 1] * prior)
 
 
 class AcceptanceModel:

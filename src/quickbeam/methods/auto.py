@@ -11,8 +11,10 @@ from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import Context, Drafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
+from quickbeam.drafters.ngram_table import OwnText
 from quickbeam.drafters.prediction import Prediction, Skeletons
 from quickbeam.drafters.recycling import Recycling
+from quickbeam.drafters.successors import SuccessorSource
 from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Method, ProposalSteps
 from quickbeam.methods.free import FreeCandidates, free_tree
@@ -22,7 +24,8 @@ from quickbeam.methods.search import Search, best_first
 class Auto(Method):
     """The search over a drafter's candidates and free ones.
 
-    Without a drafter, recycled tokens are among the free ones.
+    Without a drafter, what followed the same tokens elsewhere is among the free ones. Beside a
+    drafter, which knows more, it gains less than the time that it takes.
     """
 
     uses_cost_model = True
@@ -32,22 +35,16 @@ class Auto(Method):
         self.last_logits = LastLogits()
         self.answers = Answers()
         self.predictions = [Prediction(), Skeletons()]
-        # beside a drafter recycled tokens gain less than the time that they take
-        self.recycling = Recycling() if drafter is None else None
-        sources = (
-            drafter,
-            Ngram(),
-            self.last_logits,
-            self.answers,
-            self.recycling,
-            *self.predictions,
-        )
-        self.sources = [source for source in sources if source is not None]
+        self.successors = list[SuccessorSource]()
+        if drafter is None:
+            self.successors = [OwnText(), Recycling()]
+        sources = (Ngram(), self.last_logits, self.answers, *self.successors, *self.predictions)
+        self.sources = list(sources) if drafter is None else [drafter, *sources]
         self.model = AcceptanceModel()
 
     def propose(self, context: Context, budget: int, max_depth: int) -> ProposalSteps:
         free = FreeCandidates(
-            context, self.last_logits, self.answers, self.recycling, self.predictions
+            context, self.last_logits, self.answers, self.successors, self.predictions
         )
         if self.drafter is None:
             return free_tree(context, budget, max_depth, self.model, free)

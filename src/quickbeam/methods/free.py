@@ -15,7 +15,7 @@ from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import MAX_N, Ngram, NgramIndex
 from quickbeam.drafters.prediction import Prediction, Skeletons
-from quickbeam.drafters.recycling import Recycled, Recycling
+from quickbeam.drafters.successors import Successors, SuccessorSource
 from quickbeam.methods.acceptance import (
     ALTERNATIVE,
     GUESSED,
@@ -24,8 +24,9 @@ from quickbeam.methods.acceptance import (
     REPEATED,
     SKELETON,
     AcceptanceModel,
+    CandidateFeatures,
     free_features,
-    recycled_features,
+    successor_features,
 )
 from quickbeam.methods.base import ProposalSteps, without_calls
 from quickbeam.methods.children import likeliest_children
@@ -48,23 +49,23 @@ class FreeCandidates:
         context: Context,
         last_logits: LastLogits | None = None,
         answers: Answers | None = None,
-        recycling: Recycling | None = None,
+        successors: Sequence[SuccessorSource] = (),
         predictions: Sequence[Prediction] = (),
     ) -> None:
         self._index: NgramIndex = context.states[Ngram.name]
         self._last_logits = last_logits
         self._answers = answers if context.texts is not None else None
-        self._recycling = recycling
+        self._successors = [each for each in successors if each.knows_of(context)]
         self._predictions = [each for each in predictions if each.text(context) is not None]
         self._end = tuple(context.ids[-MAX_N:])  # the last tokens of the text
-        self._expanded = set[Candidate]()  # those after which recycled tokens were looked for
+        self._expanded = set[Candidate]()  # those whose successors were looked for
         # those whose continuation was looked for, or that belong to one
         self._matched = set[Candidate]()
 
     def enter(self, search: Search) -> None:
         """Enter continuations of the text below the root, or below new paths, and guesses.
 
-        Recycled tokens are entered below every path that is kept.
+        What followed the same tokens elsewhere is entered below every path that is kept.
         """
         index = self._index
         if not self._matched:
@@ -79,16 +80,15 @@ class FreeCandidates:
                 self._continue(search, search.root, tokens, match.length, first=first)
                 first = ALTERNATIVE
             self._remember(search, search.root, longest)
-            if self._recycling is not None:
-                self._recycle(search, self._recycling, search.root)
+            self._succeed(search, search.root)
             self._guess(search)
             search.rank()
         self._continue_new_paths(search)
-        if self._recycling is None:
+        if not self._successors:
             return
         while new_paths := [path for path in search.best if path not in self._expanded]:
             for path in new_paths:
-                self._recycle(search, self._recycling, path)
+                self._succeed(search, path)
             search.rank()
             self._continue_new_paths(search)
 
@@ -167,49 +167,55 @@ class FreeCandidates:
                 path = search.enter(path, token, source, rate, [features])
             self._matched.add(path)
 
-    def _recycle(self, search: Search, recycling: Recycling, path: Candidate) -> None:
-        """Enter what was likely the last time after the token that `path` ends with.
+    def _succeed(self, search: Search, path: Candidate) -> None:
+        """Enter what followed elsewhere the tokens that `path` ends with, from each source."""
+        self._expanded.add(path)
+        context = search.context
+        if path.depth >= search.max_depth or context.forced(path.path) is not None:
+            return
+        for source in self._successors:
+            if path.value <= search.admission_value:
+                return
+            successors = source.after(context, path.path)
+            if successors is not None:
+                self._enter_successors(search, path, source.name, successors)
+
+    def _enter_successors(
+        self, search: Search, path: Candidate, source: str, successors: Successors
+    ) -> None:
+        """Enter successors below `path`.
 
         A token that is below `path` already gets the larger of two rates. The others share what
         those tokens leave.
         """
-        self._expanded.add(path)
         context = search.context
         admission_value = search.admission_value
-        if (
-            path.value <= admission_value
-            or path.depth >= search.max_depth
-            or context.forced(path.path) is not None
-        ):
-            return
-        recycled = recycling.after(context, path.path)
-        if recycled is None:
-            return
-        ranked = _ranked(context, recycled, path.depth)
-        left = self._join(search, path, ranked, recycled.pair) if path.children else 1.0
-        for rank, (token, probability) in enumerate(ranked):
+        ranked = [
+            (token, successor_features(source, successors.known, rank, probability))
+            for rank, (token, probability) in enumerate(_ranked(context, successors, path.depth))
+        ]
+        left = self._join(search, path, ranked) if path.children else 1.0
+        for rank, (token, features) in enumerate(ranked):
             if token in path.children:
                 continue
-            features = recycled_features(rank, probability, recycled.pair)
             rate = search.model.rate(features) * left
             value = path.value * rate
             if value <= admission_value or search.below_cost(value, path.depth + 1 + rank):
                 break
             if context.within(path.path, [token]):
-                search.enter(path, token, Recycling.name, rate, [features])
+                search.enter(path, token, source, rate, [features])
 
     def _join(
-        self, search: Search, path: Candidate, ranked: Sequence[tuple[int, float]], pair: bool
+        self, search: Search, path: Candidate, ranked: Sequence[tuple[int, CandidateFeatures]]
     ) -> float:
-        """Give the children that `path` has the rates of the same recycled tokens, if larger.
+        """Give the children that `path` has the rates of the same successors, if larger.
 
-        Returns by what the rates of the other recycled tokens are multiplied.
+        Returns by what the rates of the other successors are multiplied.
         """
         shared = 0.0
-        for rank, (token, probability) in enumerate(ranked):
+        for token, features in ranked:
             child = path.children.get(token)
             if child is not None:
-                features = recycled_features(rank, probability, pair)
                 rate = min(search.model.rate(features), 1 - 1e-6)
                 child.features.append(features)
                 child.revalue(path.value, max(child.rate, rate))
@@ -236,17 +242,18 @@ class FreeCandidates:
                 search.enter(search.root, token, LastLogits.name, rate, [features])
 
 
-def _ranked(context: Context, recycled: Recycled, depth: int) -> list[tuple[int, float]]:
-    """Return recycled tokens and their probabilities after a node of this depth.
+def _ranked(context: Context, successors: Successors, depth: int) -> list[tuple[int, float]]:
+    """Return successors and their probabilities after a node of this depth.
 
     The likeliest come first, given the noise of their position (`methods/children.py`).
     """
     if context.noise is None:
-        return list(zip(recycled.tokens.tolist(), recycled.probs.tolist(), strict=True))
+        return list(zip(successors.tokens.tolist(), successors.probs.tolist(), strict=True))
     probs = DraftProbs(
-        torch.from_numpy(recycled.probs)[None], torch.from_numpy(recycled.tokens.astype("int64"))
+        torch.from_numpy(successors.probs)[None],
+        torch.from_numpy(successors.tokens.astype("int64")),
     )
-    (row,) = likeliest_children(context, probs, [depth], len(recycled.tokens))
+    (row,) = likeliest_children(context, probs, [depth], len(successors.tokens))
     return list(zip(*row, strict=True))
 
 

@@ -59,7 +59,7 @@ def measure_rates(
     read = tokens.numel() / seconds[-1]
     steps = [_step_seconds(recipe, target, drafter, batch, hidden, done) for done in (0, 0, 1)]
     train = (steps[1] + steps[2]) / 2  # the first is slower; later steps have more passes
-    return Rates(_write_rate(plan, model), read, tokens.numel() / train)
+    return Rates(write_rate(plan, model), read, tokens.numel() / train)
 
 
 def _seconds_since(began: float, result: torch.Tensor) -> float:
@@ -95,8 +95,8 @@ def _step_seconds(
     return _seconds_since(began, next(drafter.network.parameters()))
 
 
-def _write_rate(plan: Plan, model: Model) -> float:
-    """Return the tokens a second of `slots` sequences that are written side by side."""
+def write_rate(plan: Plan, model: Model) -> float:
+    """Measure the tokens a second of `slots` sequences that are written side by side."""
     engine = Engine(model, max_running=plan.slots)
     params = SamplingParams(max_tokens=plan.length // 2, temperature=0.0, ignore_eos=True)
     sequences = list[SequenceState]()

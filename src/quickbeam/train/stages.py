@@ -6,6 +6,7 @@ Each stage continues what an earlier run left.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -19,6 +20,7 @@ from quickbeam.drafters.eagle_files import FileHead, load_eagle, save_eagle
 from quickbeam.drafters.eagle_model import EagleConfig
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.layouts import BLOCK, EAGLE, is_kind
+from quickbeam.drafters.ngram_table import NgramTable
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
@@ -27,7 +29,7 @@ from quickbeam.train import given, recipes, text
 from quickbeam.train.base import DrafterTraining
 from quickbeam.train.block import BlockTraining, new_block_network
 from quickbeam.train.feature import FeatureTraining, feature_layers, new_feature_network
-from quickbeam.train.forecast import Rates, measure_rates
+from quickbeam.train.forecast import Rates, measure_rates, write_rate
 from quickbeam.train.held_out import HeldOutMetrics
 from quickbeam.train.recipes import Plan, Recipe, opening_words
 from quickbeam.train.router import ranking
@@ -127,6 +129,17 @@ class TextStage:
             stepped(0)
         finally:
             shards.flush()
+
+    def rates(self) -> Rates:
+        """Measure how fast this machine writes the text of the plan."""
+        return Rates(write_rate(self.plan, self._model), math.inf, math.inf)
+
+    def save_table(self) -> None:
+        """Write what the n-grams of all text say of the next token. It drafts from then on."""
+        there = existing_text(self.plan)
+        if there is not None:
+            texts = [conversation.tokens.tolist() for conversation in there]
+            NgramTable.of(texts, self._model.vocab_size).save(self.plan.folder)
 
     def _add_given(self, path: Path, tokens: int) -> None:
         """Add of the user's text until there are `tokens` tokens of it, or no more is there."""
