@@ -1,16 +1,19 @@
 """Prompts with images: logits and tokens as transformers has them, the same answers with drafts,
 from the prefix cache and in a batch."""
 
+import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from cases import refuses
-from checkpoints import rewrite
+from checkpoints import configure, rewrite
 from docs import save_drafter
 from models import tiny
 from quickbeam.engine import scheduler
@@ -29,6 +32,7 @@ from quickbeam.models.weights.checkpoint import Checkpoint
 from quickbeam.params import SamplingParams
 from quickbeam.serve.fingerprint import fingerprint_of
 from running import braked
+from test_mtp import Head as MtpHead
 
 pytest.importorskip("PIL", reason="images need Pillow")
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
@@ -63,6 +67,19 @@ def llm(models):
         yield llm
 
 
+@pytest.fixture(scope="module")
+def stacked(models):
+    """One that adds to an image's rows after the first layers, and has M-RoPE."""
+    folder, _ = models("qwen3_vl")
+    with LLM(str(folder), "auto", dtype="float32") as llm:
+        yield llm
+
+
+@pytest.fixture(params=["llm", "stacked"])
+def any_llm(request):
+    return request.getfixturevalue(request.param)
+
+
 def two_images(first=1, second=2):
     return asked("see ", picture(first, 60, 34), " and ", picture(second), " or not?")
 
@@ -88,7 +105,7 @@ def inputs_of(kind, folder, images):
 
         inputs = Processor(**settings)(images, return_tensors="pt")
         return {"pixel_values": inputs["pixel_values"]}
-    if kind.startswith("qwen2"):
+    if kind.startswith("qwen"):
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
             Qwen2VLImageProcessorPil as Processor,
         )
@@ -152,6 +169,25 @@ def reference(model, ids, inputs):
     return model(input_ids=ids, **inputs, use_cache=False).logits[0]
 
 
+def wrong_deepstack(images, layers):
+    """By what is wrong, `images` whose rows are added to after the first layers."""
+    if not layers:
+        return {}
+
+    def changed(change):
+        parts = [image.rows.chunk(1 + layers, 1) for image in images]
+        rows = [torch.cat(change(first, added), 1) for first, *added in parts]
+        return [image._replace(rows=new) for image, new in zip(images, rows, strict=True)]
+
+    wrong = {
+        "nothing added": changed(lambda row, added: [row, *(0 * one for one in added)]),
+        "a layer early": changed(lambda row, added: [row + added[0], *added[1:], 0 * row]),
+    }
+    if layers > 1:
+        wrong["of other layers"] = changed(lambda row, added: [row, *added[::-1]])
+    return wrong
+
+
 def off(ours, right):
     return float((ours - right).abs().max() / right.abs().max())
 
@@ -179,6 +215,10 @@ def test_logits_are_those_of_transformers(kind, models):
         if ids.positions is not None:
             plain = ImagePositions(len(ids), [])
             assert off(logits_of(llm.model, ids, 512, positions=plain), right) > 0.01
+        wrong = wrong_deepstack(ids.images, llm.model.stack.deepstack)
+        assert bool(wrong) == kind.startswith("qwen3_vl")
+        for name, images in wrong.items():
+            assert off(logits_of(llm.model, ids, 512, images), right) > 0.01, name
 
         # and its tokens
         text, answer = [*ids], []
@@ -195,7 +235,9 @@ def test_logits_are_those_of_transformers(kind, models):
         assert off(logits_of(pytorch, ids, chunk), right) < 5e-5
 
 
-@pytest.mark.parametrize("kind", ["smolvlm", "lfm2_vl", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize(
+    "kind", ["smolvlm", "lfm2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "gemma3"]
+)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN])
 def test_drafts_change_no_answer(kind, params, models, toy_folder, tmp_path):
     folder, _ = models(kind)
@@ -214,6 +256,7 @@ def test_drafts_change_no_answer(kind, params, models, toy_folder, tmp_path):
     config.vocab_size = vocab
     tiny("llama", config=config).save_pretrained(small)
     (small / "preprocessor_config.json").unlink()
+    AutoTokenizer.from_pretrained(folder).save_pretrained(small)
     head = tmp_path / "head"
     save_drafter(head, vocab, 32, 3)
     for drafter in (small, head):
@@ -225,6 +268,21 @@ def test_drafts_change_no_answer(kind, params, models, toy_folder, tmp_path):
             other = llm.chat(two_images(2, 1), params)
         with LLM(str(folder), "ar", dtype="float32") as llm:
             assert other.token_ids == llm.chat(two_images(2, 1), params).token_ids
+
+
+def test_a_models_own_head_drafts_behind_images(models, tmp_path):
+    """The head of Qwen3.5 reads the images' tokens, at plain positions."""
+    folder, model = models("qwen3_5")
+    shutil.copytree(folder, tmp_path / "model")
+    head = MtpHead("qwen3_5", config=model.config.get_text_config())
+    rewrite(tmp_path / "model", {name: one.contiguous() for name, one in head.stored().items()})
+    with LLM(str(folder), "ar", dtype="float32") as llm:
+        right = [llm.chat(two_images(), params).token_ids for params in (GREEDY, DRAWN)]
+    with LLM(str(tmp_path / "model"), "dyspec", dtype="float32") as llm:
+        for params, ids in zip((GREEDY, DRAWN), right, strict=True):
+            answer = llm.chat(two_images(), params)
+            assert answer.token_ids == ids
+            assert answer.statistics.sources["drafter"].drafted > 0
 
 
 def long_conversation(seed):
@@ -254,8 +312,9 @@ def test_positions_behind_an_image_go_on_after_its_largest():
         assert positions.at([tokens + 5]) == [(later, later, later)]
 
 
-def test_images_share_no_prefix(llm, monkeypatch):
+def test_images_share_no_prefix(any_llm, monkeypatch):
     """Images with the same placeholders, one after the other and side by side."""
+    llm = any_llm
     size = llm.engine.prefixes.size
     alone = {}
     for seed in range(4):
@@ -284,9 +343,10 @@ def test_images_share_no_prefix(llm, monkeypatch):
     assert [answer.token_ids for answer in wrong] != [answer.token_ids for answer in answers]
 
 
-def test_kept_prefixes_know_their_images(models, tmp_path):
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl"])
+def test_kept_prefixes_know_their_images(kind, models, tmp_path):
     """Another process goes on behind an image, not behind another one or one of other rows."""
-    folder, _ = models("smolvlm")
+    folder, _ = models(kind)
 
     def answer(seed, keep, max_pixels=None):
         with LLM(str(folder), dtype="float32", keep=keep, max_pixels=max_pixels) as llm:
@@ -303,8 +363,9 @@ def test_kept_prefixes_know_their_images(models, tmp_path):
     assert answer(1, kept, max_pixels=32 * 32)[1] == 0
 
 
-def test_an_image_that_was_read_is_read_no_more(llm, monkeypatch):
+def test_an_image_that_was_read_is_read_no_more(any_llm, monkeypatch):
     """And the next turn of a conversation begins with what is cached of the first."""
+    llm = any_llm
     calls = []
     tower = type(llm.images)._run_tower
     monkeypatch.setattr(
@@ -326,7 +387,7 @@ def test_an_image_that_was_read_is_read_no_more(llm, monkeypatch):
     assert len(calls) == 4, "the first time they were still kept"
 
 
-@pytest.mark.parametrize("kind", ["smolvlm", "lfm2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["smolvlm", "lfm2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_images_among_texts(kind, models):
     folder, _ = models(kind)
     texts = ["abc abc", "the cat sat on the cat"]
@@ -344,14 +405,15 @@ def test_images_among_texts(kind, models):
             assert [answer.token_ids for answer in together] == alone
 
 
-def test_a_preempted_sequence_reads_its_images_again(models):
-    folder, _ = models("smolvlm")
-    params = SamplingParams(max_tokens=90, ignore_eos=True, temperature=0)
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl"])
+def test_a_preempted_sequence_reads_its_images_again(kind, models):
+    folder, _ = models(kind)
+    params = SamplingParams(max_tokens=150, ignore_eos=True, temperature=0)
     with LLM(str(folder), "ar", dtype="float32", share_prefixes=False) as llm:
         prompts = [llm.encode_chat(long_conversation(seed)) for seed in (1, 2)]
         alone = [llm.generate(prompt, params).token_ids for prompt in prompts]
-        page = llm.model.pool.page
-        llm.model.pool.limit = 2 * -(-len(prompts[0]) // page) + 3
+        pages = -(-(len(prompts[0]) + params.max_tokens) // llm.model.pool.page)
+        llm.model.pool.limit = 2 * pages - 1
         with braked(llm.engine):  # until both are asked, however fast one is answered
             streams = [llm.stream(prompt, params) for prompt in prompts]
         answers = [stream.result() for stream in streams]
@@ -403,6 +465,29 @@ def test_a_vision_tower_that_cannot_be_read(models, tmp_path):
     family = family_of("llava", models)
     family.config = SimpleNamespace(vision_config=SimpleNamespace(model_type="pixtral"))
     refuses("vision tower is pixtral", family.cut, picture(1))
+
+
+def test_a_configuration_that_lacks_what_images_need(models, tmp_path):
+    folder, _ = models("qwen3_vl")
+    fields = json.loads((folder / "config.json").read_text())
+
+    def asks(name, part, changes, tensors, words):
+        shutil.copytree(folder, tmp_path / name)
+        rewrite(tmp_path / name, tensors)
+        configure(tmp_path / name, **{part: fields[part] | changes})
+        with LLM(str(tmp_path / name), "ar", dtype="float32") as llm:
+            assert llm.chat("abc", GREEDY).token_ids
+            refuses(words, llm.chat, asked(picture(1)))
+
+    rope = dict(fields["text_config"]["rope_parameters"])
+    del rope["mrope_interleaved"]
+    asks("plain", "text_config", {"rope_parameters": rope}, {}, "lack mrope_interleaved")
+    narrow = {}
+    for tensor, weight in load_file(folder / "model.safetensors").items():
+        if "visual" in tensor and "linear_fc2" in tensor and "blocks" not in tensor:
+            narrow[tensor] = weight[:16].clone()
+    words = "rows of images have 48 elements, and the language part reads 96"
+    asks("narrow", "vision_config", {"out_hidden_size": 16}, narrow, words)
 
 
 def test_the_fingerprint_tells_how_much_of_an_image_is_read(models):
@@ -595,9 +680,10 @@ def test_fewer_pixels_are_fewer_rows(kind, models, monkeypatch):
     assert few < some <= more <= all_rows
 
 
-def test_an_image_of_another_size_of_numbers(models):
+@pytest.mark.parametrize("kind", ["internvl", "qwen3_vl"])
+def test_an_image_of_another_size_of_numbers(kind, models):
     """In bfloat16, where answers with drafts are those without, too."""
-    folder, _ = models("internvl")
+    folder, _ = models(kind)
     with LLM(str(folder), "ar") as llm:
         right = llm.chat(two_images(), GREEDY).token_ids
         assert llm.chat(two_images(), GREEDY, method="auto").token_ids == right
@@ -612,11 +698,12 @@ def test_rows_that_a_call_brings_in_place_of_embeddings(threads):
     program = Program(kernels)
     target, given = program.external("x", width, True), program.external("embedded", 1)
     program.embed(table, target, scale=2.0, given=given)
+    program.add_rows(given, target, column=width)
     tokens, x = [3, 1, 4, 1, 5, 8, 2], torch.empty(7, width)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        one, two, three = (torch.randn(count, width) for count in (1, 2, 3))
+        one, two, three = (torch.randn(count, 2 * width) for count in (1, 2, 3))
         for embedded in ({}, {2: three}, {0: one, 5: two}, {}):
             rows = RowList()
             zeros = [0] * 7
@@ -625,7 +712,7 @@ def test_rows_that_a_call_brings_in_place_of_embeddings(threads):
             program.run(rows, {"x": x, "embedded": rows.embedded_addresses})
             right = 2 * table[tokens]
             for first, brought in embedded.items():
-                right[first : first + len(brought)] = brought
+                right[first : first + len(brought)] = brought[:, :width] + brought[:, width:]
             assert torch.equal(x, right)
     finally:
         torch.set_num_threads(before)

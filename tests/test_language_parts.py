@@ -186,7 +186,7 @@ def folder(toy_folder, tmp_path):
     fields.pop("chat_template", None)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": PARTS_ALONE}))
-    model = made("qwen3_vl")
+    model = made("llava_onevision")
     vocab = json.loads((Path(toy_folder) / "config.json").read_text())["vocab_size"]
     model.resize_token_embeddings(vocab)
     model.save_pretrained(tmp_path)

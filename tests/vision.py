@@ -15,6 +15,9 @@ SQUARE = {"height": 32, "width": 32}
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
 SMALL |= {"num_hidden_layers": 2, "patch_size": 8, "image_size": 32}
 TILED = {"max_image_size": {"longest_edge": 32}, "size": {"longest_edge": 96}}
+QWEN3 = {"hidden_size": 16, "intermediate_size": 24, "depth": 3, "num_heads": 2, "patch_size": 8}
+QWEN3 |= {"out_hidden_size": 32, "num_position_embeddings": 16}
+QWEN_PIXELS = {"patch_size": 8, "size": {"shortest_edge": 256, "longest_edge": 16 * 256}}
 # of each kind: the vision part, other fields of the configuration, and the image processor's
 KINDS = {
     "smolvlm": (SMALL, {"scale_factor": 2}, TILED),
@@ -39,13 +42,17 @@ KINDS = {
         | {"hidden_act": "silu", "depth": 2, "num_heads": 2, "out_hidden_size": 32}
         | {"window_size": 32, "fullatt_block_indexes": [1], "spatial_merge_size": 2},
         {},
-        {"patch_size": 8, "size": {"shortest_edge": 256, "longest_edge": 16 * 256}},
+        QWEN_PIXELS,
     ),
     "qwen2_vl": (
         {"embed_dim": 16, "depth": 2, "num_heads": 2, "hidden_size": 32, "patch_size": 8},
         {},
-        {"patch_size": 8, "size": {"shortest_edge": 256, "longest_edge": 16 * 256}},
+        QWEN_PIXELS,
     ),
+    "qwen3_5": (QWEN3, {}, QWEN_PIXELS),
+    "qwen3_5_moe": (QWEN3, {}, QWEN_PIXELS),
+    "qwen3_vl": (QWEN3 | {"deepstack_visual_indexes": [0, 2]}, {}, QWEN_PIXELS),
+    "qwen3_vl_moe": (QWEN3 | {"deepstack_visual_indexes": [1]}, {}, QWEN_PIXELS),
     "llava": (
         SMALL | {"model_type": "clip_vision_model"},
         {"vision_feature_layer": -1, "image_seq_length": 16},
@@ -78,7 +85,7 @@ def vision_folder(kind, toy_folder, folder, dtype=torch.float32):
     model_class = CONFIG_MAPPING[kind]
     text = SIZES | TEXT.get(kind, {}) | {"vocab_size": len(tokenizer), "eos_token_id": 256}
     text["model_type"] = model_class().get_text_config().model_type
-    if "qwen2" in kind:
+    if kind.startswith("qwen"):
         fields = fields | {"vision_start_token_id": 260, "vision_end_token_id": 261}
         fields |= {"video_token_id": 262}
     token = "image_token_index" if kind == "llava" else "image_token_id"
@@ -95,6 +102,8 @@ def vision_folder(kind, toy_folder, folder, dtype=torch.float32):
     language = "language_model" if hasattr(model.model, "language_model") else "text_model"
     spread_out(model.get_submodule(f"model.{language}"))
     spread_out(model.lm_head)
+    if "deepstack_visual_indexes" in vision:
+        spread_out(model.model.visual.deepstack_merger_list)
     model.save_pretrained(folder)
     return model.eval()
 

@@ -51,8 +51,9 @@ class ImageRows(NamedTuple):
     """Rows of an image, in place of the embeddings of tokens that follow one another.
 
     `first`: the index of the first of these tokens. `rows`: `[n, d]`, as `Model.embedding` returns
-    rows. `key`: a large number that no other image's rows have. `whole`: its rows see one another,
-    so that one pass reads all of them that are left.
+    rows; `[n, (1 + k) * d]` where `Stack.deepstack` is k: behind such a row stands what is added
+    after each of the first k layers. `key`: a large number that no other image's rows have.
+    `whole`: its rows see one another, so that one pass reads all of them that are left.
     """
 
     first: int

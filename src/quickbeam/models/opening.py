@@ -159,6 +159,7 @@ def open_model(
         images = ImageReader(
             checkpoint.path,
             kind,
+            checkpoint.shape(checkpoint.stack.embedding)[1] * (1 + checkpoint.stack.deepstack),
             tokenizer,
             model.dtype,
             device,

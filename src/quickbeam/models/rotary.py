@@ -155,9 +155,7 @@ class AngleTable:
             self.end += half
             self._angles.append(angles_of(config, rotary, 2 * half))
         self._table = (torch.empty(0, 1), torch.empty(0, 1))
-        rope = getattr(config, "rope_parameters", None) or {}
-        # M-RoPE: how many columns are of each of a row's three positions
-        self._sections: Sequence[int] = rope.get("mrope_section") or ()
+        self._rope: Rope = getattr(config, "rope_parameters", None) or {}
 
     def of(self, rows: RowList) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines by the positions of a pass's rows, `[positions, columns]` each.
@@ -171,8 +169,7 @@ class AngleTable:
         axes[list(rows.axes)] = torch.tensor(list(rows.axes.values()))
         cosine, sine = self.up_to(int(axes.max()))
         rows.positions = list(range(len(rows)))
-        axis_of_column = torch.arange(3).repeat_interleave(torch.tensor(self._sections))
-        positions, columns = axes[:, axis_of_column], torch.arange(self.end)
+        positions, columns = axes[:, axes_of_columns(self._rope, self.end)], torch.arange(self.end)
         return cosine[positions, columns], sine[positions, columns]
 
     def up_to(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,6 +186,21 @@ class AngleTable:
                 factors = query_factors(self._scale, positions)[:, None]
             self._table = torch.cat([*cosines, factors], 1), torch.cat([*sines, factors], 1)
         return self._table
+
+
+def axes_of_columns(rope: Rope, columns: int) -> torch.Tensor:
+    """Return which of a token's three positions each column of angles is of, `[columns]` (M-RoPE).
+
+    The axes have `mrope_section` columns each, one axis behind the other. Where they are
+    interleaved, the axes alternate, and the columns that are left at the end are of the first axis.
+    """
+    sections: Sequence[int] = rope["mrope_section"]
+    if not rope.get("mrope_interleaved"):
+        return torch.arange(3).repeat_interleave(torch.tensor(sections))
+    axis_of_column = torch.zeros(columns, dtype=torch.int64)
+    for axis in (1, 2):
+        axis_of_column[axis : 3 * sections[axis] : 3] = axis
+    return axis_of_column
 
 
 def angles_of(config: Any, rotary: Rotary, dim: int) -> Angles:

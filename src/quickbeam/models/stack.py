@@ -434,7 +434,8 @@ class Stack:
     `[positions, d]`, learned, added; None for none. `first_position`: its row that is the first
     token's. `inside`: the name of the list of layers.
     `head`: `[vocab, d]`, or `NO_HEAD`; logits are its results times `head_scale`, soft-capped by
-    `softcap`. `unread`: tensors that checkpoints may hold and no pass reads.
+    `softcap`. `unread`: tensors that checkpoints may hold and no pass reads. `deepstack`: after how
+    many of the first layers an image's rows are added to (DeepStack, 2406.04334).
 
     Of a drafter, `hidden_input` is what rows read besides tokens, and `fusion` makes it of a
     target's hidden states.
@@ -453,6 +454,7 @@ class Stack:
     softcap: float | None = None
     per_layer: PerLayerInputs | None = None
     unread: tuple[str, ...] = ()
+    deepstack: int = 0
     hidden_input: HiddenInput | None = None
     fusion: Fusion | None = None
 

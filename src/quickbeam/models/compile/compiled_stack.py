@@ -231,7 +231,10 @@ class CompiledStack:
         hidden = program.external("hidden", len(self.aux_layers) * c.width, self._float32)
 
         # embed
-        first_source = self._add_input(c)
+        given: Buffer | None = None
+        if stack.hidden_input is None:
+            given = program.external("embedded", 1)
+        first_source = self._add_input(c, given)
         if stack.embedding_norm is not None:
             c.norm(stack.embedding_norm, c.x, c.x)
         if stack.positions is not None:
@@ -246,6 +249,8 @@ class CompiledStack:
                 packed_file.progress(stage, i / len(stack.layers))
             add_layer(c, layer, i, first_source if i == 0 else None)
             parameters.release(stack.inside, i)
+            if given is not None and i < stack.deepstack:
+                program.add_rows(given, c.x, column=(i + 1) * c.width)
             for column in self._hidden_columns(i + 1):
                 program.copy(c.x, hidden, column=column)
 
@@ -278,14 +283,14 @@ class CompiledStack:
     def _embedding_width(self) -> int:
         return int(self._parameters.shape(self.stack.embedding)[1])
 
-    def _add_input(self, c: StackCompiler) -> Buffer | None:
+    def _add_input(self, c: StackCompiler, given: Buffer | None = None) -> Buffer | None:
         """Add the residual stream before the first layer.
 
-        Returns the buffer that the first attention reads, None where that is the normed stream.
+        `given`: the addresses of rows in place of embeddings; a drafter has none. Returns the
+        buffer that the first attention reads, None where that is the normed stream.
         """
         hidden_input = self.stack.hidden_input
         if hidden_input is None:
-            given = c.program.external("embedded", 1)
             c.program.embed(self._embedded, c.x, scale=self.stack.scale, given=given)
             return None
         token: Buffer | None = None

@@ -110,7 +110,7 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
     "qwen3_moe": qwen.qwen3_moe,
     "qwen3_next": qwen.qwen3_next,
     "qwen3_vl_moe_text": qwen.qwen3_vl_moe,
-    "qwen3_vl_text": qwen.qwen3,
+    "qwen3_vl_text": qwen.qwen3_vl,
     "sarvam_mla": deepseek.deepseek_v3,
     "seed_oss": llama.seed_oss,
     "smollm3": llama.smollm3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 from quickbeam.models.families.reading import (
@@ -77,10 +78,15 @@ def qwen3_moe(config: Config, renormalised: bool | None = None) -> Stack:
     return decoder(config, layer)
 
 
+def qwen3_vl(config: Config) -> Stack:
+    return replace(qwen3(config), deepstack=config.get("_deepstack", 0))
+
+
 def qwen3_vl_moe(config: Config) -> Stack:
     """The weights of the active experts add up to 1."""
     config.ignore(norm_topk_prob=True)
-    return qwen3_moe(config, renormalised=True)
+    stack = qwen3_moe(config, renormalised=True)
+    return replace(stack, deepstack=config.get("_deepstack", 0))
 
 
 def mellum(config: Config) -> Stack:

@@ -34,9 +34,9 @@ from quickbeam.models.native.choice import KernelRequest
 
 logger = logging.getLogger(__name__)
 
-VERSION = 27
+VERSION = 28
 EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, SELECTED, EXPERTS, RECUR = range(9)
-GATE, LATENT, REORDER, CONVOLVE = range(9, 13)
+GATE, LATENT, REORDER, CONVOLVE, ADD_ROWS = range(9, 14)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
 # "clamped" is for experts alone, "sigmoid" for gates, "xielu" for products without a gate

@@ -41,9 +41,9 @@ class KVShape(NamedTuple):
 class RowList:
     """The rows of one call: tokens of several sequences side by side.
 
-    `wanted`: the rows for which the head is computed. `embedded`: rows `[n, d]` float32 in place of
-    the embeddings of n tokens, by the first one's row. `axes`: by row, the positions of rows that
-    have three.
+    `wanted`: the rows for which the head is computed. `embedded`: rows float32 in place of the
+    embeddings of n tokens, by the first one's row (`ImageRows.rows`). `axes`: by row, the positions
+    of rows that have three.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@
 
 namespace qb {
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, SELECTED, EXPERTS, RECUR, GATE, LATENT, REORDER, CONVOLVE };
+enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, SELECTED, EXPERTS, RECUR, GATE, LATENT, REORDER, CONVOLVE, ADD_ROWS };
 enum Epilogue : int32_t { STORE, ADD, GATED, ACTIVATE, BEST };
 
 // One operation. Buffers are numbers into the caller's table, -1 for none. Strides, offsets and sizes are in numbers, not bytes.
@@ -105,6 +105,10 @@ class Worker {
         case GATE: gate(op); break;
         case REORDER: reorder(op); break;
         case CONVOLVE: convolve_blocks(op); break;
+        case ADD_ROWS:
+          if (!call_.buffer[op.source]) continue;  // a call without such rows: there is nothing to wait for
+          add_rows(op);
+          break;
       }
       wait_for_all();
     }
@@ -189,6 +193,17 @@ class Worker {
       }
       float* y = at<float>(op.target) + to;
       for (int64_t i = 0; i < op.inputs; ++i) y[i] = learned ? y[i] + x[size_t(i)] * op.scaling : x[size_t(i)] * op.scaling;
+    }
+  }
+
+  // target [rows] += the float32 row at the source's address, from its number `source_offset` on; nothing where the address is 0.
+  void add_rows(const Op& op) {
+    const int64_t* given = at<int64_t>(op.source);
+    for (int64_t r = low(batch_.rows); r < high(batch_.rows); ++r) {
+      if (!given[r]) continue;
+      const float* x = reinterpret_cast<const float*>(given[r]) + op.source_offset;
+      float* y = at<float>(op.target) + r * op.target_stride;
+      for (int64_t i = 0; i < op.inputs; ++i) y[i] += x[i];
     }
   }
 
@@ -641,7 +656,7 @@ class Worker {
 #endif
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-QB_API int64_t qb_version() { return 27; }
+QB_API int64_t qb_version() { return 28; }
 QB_API int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 QB_API int64_t qb_page() { return qb::PAGE; }
 

@@ -575,6 +575,13 @@ class Program:
             scaling=scale,
         )
 
+    def add_rows(self, given: Buffer, target: Buffer, column: int) -> None:
+        """Add a call's rows to those of the float32 target, from their element `column` on.
+
+        `given`: their addresses, as of `embed`.
+        """
+        self._append(library.ADD_ROWS, given, target, inputs=target.width, source_offset=column)
+
     # --- calls ---
 
     def run(

@@ -78,7 +78,7 @@ class ImageFamily(ABC):
         """Return what the model reads of an image, an RGB one of Pillow's."""
 
     def features(self, tower: Any, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the tower's rows of an image's tiles, `[n, d]`.
+        """Return the tower's rows of an image's tiles, as `ImageRows` has them.
 
         `tower`: transformers' model. `tiles`: in its number format, on its device.
         """

@@ -1,16 +1,35 @@
-"""Qwen2-VL and Qwen2.5-VL: an image in its own shape, and positions of three numbers (M-RoPE)."""
+"""Qwen2-VL to Qwen3.5: an image in its own shape, and positions of three numbers (M-RoPE)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from quickbeam.errors import InvalidInput, some_of
 from quickbeam.models.vision.base import CutImage, Grid, ImageFamily, size_in_squares
 
 
 class Qwen2VL(ImageFamily):
+    def __init__(
+        self,
+        config: Any,
+        settings: Mapping[str, Any],
+        text_of: Callable[[int], str],
+        max_pixels: int | None,
+    ) -> None:
+        super().__init__(config, settings, text_of, max_pixels)
+        rope = config.get_text_config().rope_parameters
+        needed = {"mrope_section"}
+        if config.model_type.startswith("qwen3"):
+            needed.add("mrope_interleaved")
+        if missing := needed - rope.keys():
+            raise InvalidInput(
+                f"its rope_parameters lack {some_of(missing)}, by which images have their "
+                "positions: give text alone, or correct its config.json"
+            )
+
     def cut(self, image: Any) -> CutImage:
         side = self._patch * self._merged  # pixels of a row's square
         width, height = self._size(image.size, side)
@@ -29,11 +48,13 @@ class Qwen2VL(ImageFamily):
         ).permute(1, 4, 2, 5, 0, 3, 6)
         frames = int(self.setting("temporal_patch_size", 2))  # which a still image is repeated for
         patches = patches[:, :, :, :, :, None].expand(-1, -1, -1, -1, -1, frames, -1, -1)
-        (features,) = tower.get_image_features(
+        output = tower.get_image_features(
             pixel_values=patches.reshape(rows * columns, -1),
             image_grid_thw=torch.tensor([[1, rows, columns]], device=tile.device),
-        ).pooler_output
-        return torch.as_tensor(features)
+        )
+        (features,) = output.pooler_output
+        added = getattr(output, "deepstack_features", None) or ()  # Qwen3-VL alone has them
+        return torch.cat([features, *(of_layer for (of_layer,) in added)], -1)
 
     @property
     def _patch(self) -> int:

@@ -32,9 +32,16 @@ IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {  # by the whole model's model_t
     "llava": Llava,
     "qwen2_5_vl": Qwen2VL,
     "qwen2_vl": Qwen2VL,
+    "qwen3_5": Qwen2VL,
+    "qwen3_5_moe": Qwen2VL,
+    "qwen3_vl": Qwen2VL,
+    "qwen3_vl_moe": Qwen2VL,
     "smolvlm": Idefics3,
 }
-NATIVE_ALONE = ("gemma3", "qwen2_5_vl", "qwen2_vl")  # whose images PyTorch's passes don't read
+# whose images PyTorch's passes don't read
+NATIVE_ALONE = (
+    *("gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+)
 CACHED_BYTES = 64 << 20  # of rows that are kept for images that come again
 KEY_BITS = 32  # of a row's index in the key of an image
 
@@ -57,7 +64,7 @@ class PromptIds(list[int]):
 
 
 class ReadImage(NamedTuple):
-    """What stands for an image in the prompt's text, and its rows, `[n, d]`.
+    """What stands for an image in the prompt's text, and its rows, as `ImageRows` has them.
 
     `grid`: as of `CutImage`.
     """
@@ -71,7 +78,8 @@ class ImageReader:
     """Reads images for one model.
 
     `folder`: the checkpoint's. `kind`: the whole model's `model_type`, one of `IMAGE_FAMILIES`.
-    `native`: whether the native kernels run the model. `max_pixels`: as of `ImageFamily`.
+    `width`: how many elements the language part reads of an image's row. `native`: whether the
+    native kernels run the model. `max_pixels`: as of `ImageFamily`.
 
     transformers and the weights of the vision tower are loaded for the first image. Each image is a
     call of the tower of its own, so its rows have the same bits whatever else is read. Calls from
@@ -82,13 +90,15 @@ class ImageReader:
         self,
         folder: Path,
         kind: str,
+        width: int,
         tokenizer: Any,
         dtype: torch.dtype,
         device: torch.device,
         native: bool,
         max_pixels: int | None = None,
     ) -> None:
-        self._folder, self._kind, self._tokenizer = folder, kind, tokenizer
+        self._folder, self._kind, self._width = folder, kind, width
+        self._tokenizer = tokenizer
         self._dtype, self._device, self._native = dtype, device, native
         self.max_pixels = max_pixels
         self._lock = threading.RLock()
@@ -191,6 +201,11 @@ class ImageReader:
         assert self._family is not None
         tiles = [tile.to(self._device, self._dtype) for tile in cut.tiles]
         rows = self._family.features(self._tower, tiles).cpu().contiguous()
+        if rows.shape[1] != self._width:
+            raise InvalidInput(
+                f"rows of images have {rows.shape[1]} elements, and the language part reads "
+                f"{self._width}: its config.json is of another model"
+            )
         return ReadImage(cut.text, rows, cut.grid)
 
     def _keep(self, digest: bytes, read: ReadImage) -> None:

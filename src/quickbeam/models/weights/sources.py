@@ -105,7 +105,7 @@ EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 def language_part(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of the language part, or `fields` where there are no parts.
 
-    `_whole` is the `model_type` of the whole.
+    `_whole` is the `model_type` of the whole, `_deepstack` is `Stack.deepstack`.
     """
     part = fields.get("text_config")
     if fields.get("model_type") not in COMPOSITES or not isinstance(part, dict):
@@ -117,6 +117,10 @@ def language_part(fields: dict[str, Any]) -> dict[str, Any]:
     tied = fields.get("tie_word_embeddings", part.get("tie_word_embeddings", False))
     language["tie_word_embeddings"] = tied
     language["_whole"] = fields["model_type"]
+    vision = fields.get("vision_config")
+    indexes = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
+    if isinstance(indexes, list):
+        language["_deepstack"] = len(indexes)
     return language
 
 
