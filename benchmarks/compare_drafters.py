@@ -27,7 +27,7 @@ from quickbeam.config import WEIGHTS
 from quickbeam.drafters.base import Context, Drafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram, NgramIndex
-from quickbeam.drafters.ngram_table import OwnText
+from quickbeam.drafters.own_text import OwnText
 from quickbeam.drafters.recycling import Recycling
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import METHODS, auto

@@ -189,7 +189,7 @@ def test_it_drafts_and_a_wrong_table_costs_no_token(toy_folder, made, tmp_path, 
             alone = llm.generate("say it", replace(params), budget=8)
             assert alone.token_ids == plain[1].token_ids
             counts = alone.statistics.sources.get("table")
-            rates[folder] = counts.accepted / counts.drafted if counts else 0.0
+            rates[folder] = counts.accepted / max(1, counts.drafted) if counts else 0.0
     assert rates[made] > rates[tmp_path]
     assert table.text >= 1500
 

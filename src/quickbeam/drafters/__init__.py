@@ -4,7 +4,7 @@
   tokens go in a tree: that is the method's choice. Most sources look tokens up and take no call:
   n-grams (`ngram.py`), the last logits (`last_logits.py`), earlier answers (`answers.py`),
   predicted texts (`prediction.py`), recycled tokens (`recycling.py`) and the model's own text
-  (`ngram_table.py`).
+  (`own_text.py`).
 - A *drafter* (`Drafter` in `base.py`) is a source that is asked in calls. It gives the distribution
   of the next token after any node of a tree. All other files are for drafters.
 """

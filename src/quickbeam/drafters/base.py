@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quickbeam.drafters.ngram_table import NgramTable
     from quickbeam.drafters.predicted_text import PredictedText
     from quickbeam.drafters.shortlist.shortlist import Shortlist
+    from quickbeam.drafters.successors import Successors
     from quickbeam.drafters.texts import Texts
     from quickbeam.grammar.masks import Masks
     from quickbeam.models.base import Model
@@ -161,6 +162,18 @@ class Source:
 
     def forget(self) -> None:
         """Forget all that was learned of texts."""
+
+
+class SuccessorSource(Source, ABC):
+    """A source that proposes what followed the last tokens of a text elsewhere."""
+
+    def knows_of(self, context: Context) -> bool:
+        """Whether there may be something to find for this sequence."""
+        return True
+
+    @abstractmethod
+    def after(self, context: Context, path: Sequence[int]) -> Successors | None:
+        """Return what may follow the text that `path` continues; None if nothing is known."""
 
 
 class SourceState:

@@ -18,8 +18,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from quickbeam.drafters.base import Context
-from quickbeam.drafters.successors import Successors, SuccessorSource
+from quickbeam.drafters.successors import Successors
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import TABLE
 
@@ -150,20 +149,6 @@ class NgramTable:
             raise ValueError("it has tokens beyond its vocabulary")
         if not ((self._probs > 0) & (self._probs <= 1)).all():
             raise ValueError("its probabilities are none")
-
-
-class OwnText(SuccessorSource):
-    """Looks up `Context.table`, the n-grams of what the model wrote before, if there are any."""
-
-    name = "table"
-
-    def knows_of(self, context: Context) -> bool:
-        return context.table is not None
-
-    def after(self, context: Context, path: Sequence[int]) -> Successors | None:
-        if context.table is None:
-            return None
-        return context.table.after([*context.ids[-ORDER:], *path][-ORDER:])
 
 
 def context_key(ids: Sequence[int]) -> int:

@@ -14,9 +14,9 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import torch
 
-from quickbeam.drafters.base import Context
+from quickbeam.drafters.base import Context, SuccessorSource
 from quickbeam.drafters.largest import largest
-from quickbeam.drafters.successors import Successors, SuccessorSource
+from quickbeam.drafters.successors import Successors
 from quickbeam.drafters.texts import TENANTS
 from quickbeam.noise import Array
 from quickbeam.tree import TokenTree

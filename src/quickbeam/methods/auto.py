@@ -8,13 +8,12 @@ drafter is not asked at all.
 from __future__ import annotations
 
 from quickbeam.drafters.answers import Answers
-from quickbeam.drafters.base import Context, Drafter
+from quickbeam.drafters.base import Context, Drafter, SuccessorSource
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.drafters.ngram_table import OwnText
+from quickbeam.drafters.own_text import OwnText
 from quickbeam.drafters.prediction import Prediction, Skeletons
 from quickbeam.drafters.recycling import Recycling
-from quickbeam.drafters.successors import SuccessorSource
 from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Method, ProposalSteps
 from quickbeam.methods.free import FreeCandidates, free_tree

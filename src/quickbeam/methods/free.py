@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from quickbeam.drafters.answers import Answers
-from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs
+from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs, SuccessorSource
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import MAX_N, Ngram, NgramIndex
 from quickbeam.drafters.prediction import Prediction, Skeletons
-from quickbeam.drafters.successors import Successors, SuccessorSource
+from quickbeam.drafters.successors import Successors
 from quickbeam.methods.acceptance import (
     ALTERNATIVE,
     GUESSED,
