@@ -11,11 +11,16 @@ from safetensors.numpy import load_file, save_file
 
 from cases import refuses
 from quickbeam import LLM, SamplingParams, hub
+from quickbeam.config import LLMOptions
 from quickbeam.drafters.base import Context
+from quickbeam.drafters.candidates import Candidate
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.drafters.ngram_table import KEPT, LEAST, ORDER, NgramTable, context_key
+from quickbeam.errors import QuickbeamError
 from quickbeam.hub import TABLE
+from quickbeam.llm import try_drafter
 from quickbeam.methods.auto import Auto
+from quickbeam.train.target import open_target
 from scripts import cli
 from test_recycling import learn, logits, tree_of_auto
 from test_train_feature import command
@@ -142,6 +147,19 @@ def test_a_damaged_table_is_refused(tmp_path, how):
     refuses("is no table of n-grams", NgramTable.load, tmp_path, VOCAB)
 
 
+def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    NgramTable.of(texts(20), VOCAB).save(tmp_path)
+    before = (tmp_path / TABLE).read_bytes()
+
+    def full(*given):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("quickbeam.drafters.ngram_table.os.replace", full)
+    other = NgramTable.of(texts(20, seed=1), VOCAB)
+    refuses("can't be written", other.save, tmp_path, error=QuickbeamError)
+    assert (tmp_path / TABLE).read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
 def context(ids, table=None, **fields):
     return Context(list(ids), torch.zeros(VOCAB), table=table, **fields).begin([Ngram()])
 
@@ -208,3 +226,17 @@ def test_a_model_has_the_table_that_was_made_for_it(toy_folder, prompts, cache, 
     refuses("no config.json", LLM, toy_folder, drafter=tmp_path)
     assert hub.drafter_for(str(toy_folder), str(folder)) is None
     refuses("drafts with a model", LLM, toy_folder, "dyspec", drafter=folder)
+
+
+def test_a_drafter_is_measured_against_the_table(toy_folder, made):
+    loaded = open_target(str(toy_folder), torch.device("cpu")).loaded
+    table = NgramTable.load(made, 257)
+    seen = []
+
+    def measure(llm):
+        seen.append(llm.engine.table)
+        return 1.0
+
+    itself = Candidate(str(toy_folder), "a test")
+    trial = try_drafter(itself, loaded, "toy", itself.name, LLMOptions(), table, measure=measure)
+    assert seen == [table] and trial.gain == 1.0

@@ -154,6 +154,9 @@ class LLM:
         self.drafter_trials: list[Trial] = []
         named = None if options.drafter is None else fspath(options.drafter)
         drafter = hub.drafter_for(options.source, named)
+        table = None
+        if table_folder := hub.table_of(options.source, named):
+            table = NgramTable.load(table_folder, loaded.model.vocab_size)
         if drafter == MTP and options.drafter is None and not runs_mtp(loaded.model):
             drafter = None
         if drafter == hub.AUTO:
@@ -161,16 +164,12 @@ class LLM:
             for candidate in candidates:
                 if progress is not None:
                     progress(f"measuring the drafter {candidate.name}", None)
-                trial = try_drafter(candidate, loaded, name, folder, options)
+                trial = try_drafter(candidate, loaded, name, folder, options, table)
                 self.drafter_trials.append(trial)
             drafter = _choose_drafter(self.drafter_trials, options.method)
 
         self.folder = folder
         load = drafter_loader(str(drafter), folder, options, progress) if drafter else None
-        table_folder = hub.table_of(options.source, named or drafter)
-        table = None
-        if table_folder is not None:
-            table = NgramTable.load(table_folder, loaded.model.vocab_size)
         self._start(loaded, name, options, load, answers, table)
         if options.keep is not None and options.prefix_bytes and options.share_prefixes:
             files = Path(f"{options.keep}.prefixes")
@@ -190,16 +189,18 @@ class LLM:
         name: str,
         options: LLMOptions | None = None,
         load_drafter: LoadDrafter | None = None,
+        table: NgramTable | None = None,
     ) -> Self:
         """Return an `LLM` of a model that is loaded.
 
         `name`: what completions and errors call it. `options`: those that don't say how to load it.
+        `table`: n-grams of the model's own text, to draft from without a drafter.
         """
         options = options or LLMOptions()
         llm = cls.__new__(cls)
         llm.folder = ""
         llm.drafter_trials = []
-        llm._start(loaded, name, options, load_drafter, _answer_memory(options, name))
+        llm._start(loaded, name, options, load_drafter, _answer_memory(options, name), table)
         return llm
 
     def _start(
@@ -657,11 +658,13 @@ def try_drafter(
     name: str,
     folder: str,
     options: LLMOptions,
+    table: NgramTable | None = None,
     measure: Callable[[LLM], float] = drafter_gain,
 ) -> Trial:
     """Load a candidate for a loaded model, measure what it gains, and let go of it.
 
     `name`, `folder`: the model's. `options`: of the `LLM` that would draft with the candidate.
+    `table`: what it would draft from without one.
     """
 
     method = options.method if preset(options.method).uses_drafter else "auto"
@@ -676,7 +679,7 @@ def try_drafter(
     )
     try:
         load = drafter_loader(candidate.name, folder, options)
-        with LLM.of_loaded(loaded, name, trial_options, load) as llm:
+        with LLM.of_loaded(loaded, name, trial_options, load, table) as llm:
             llm.prepare(method)
             return Trial(candidate, measure(llm))
     except Exception as error:  # of files that nobody named, which may hold anything

@@ -9,7 +9,9 @@ the context without its first token.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from quickbeam.drafters.successors import Successors
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.hub import TABLE
 
 KIND = "quickbeam n-grams"
@@ -95,7 +97,10 @@ class NgramTable:
         return None
 
     def save(self, folder: Path) -> None:
-        """Write the table into a folder."""
+        """Write the table into a folder, completely or not at all.
+
+        Raises `QuickbeamError` if that fails.
+        """
         arrays: dict[str, npt.NDArray[Any]] = {
             "keys": self._keys,
             "starts": self._starts,
@@ -103,8 +108,16 @@ class NgramTable:
             "probs": self._probs,
         }
         metadata = {"kind": KIND, "vocab": str(self.vocab), "text": str(self.text)}
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(arrays, folder / TABLE, metadata)
+        part = folder / f"{TABLE}.part"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(arrays, part, metadata)
+            os.replace(part, folder / TABLE)
+        except (OSError, SafetensorError) as error:
+            raise QuickbeamError(f"{folder / TABLE} can't be written: {error}") from error
+        finally:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
 
     @staticmethod
     def load(folder: Path, vocab: int) -> NgramTable:
@@ -130,7 +143,7 @@ class NgramTable:
         if table.vocab != vocab:
             raise InvalidInput(
                 f"{path} is for a vocabulary of {table.vocab} tokens, and this model has {vocab}: "
-                "make one with quickbeam train --kind table"
+                "make one with quickbeam train --only text"
             )
         return table
 
@@ -139,11 +152,11 @@ class NgramTable:
         types = [array.dtype.name for array in (self._keys, self._starts, self._tokens)]
         if types != ["int64", "int32", "int32"] or self._probs.dtype != np.float32:
             raise ValueError("its arrays are of other types")
-        counts = np.diff(self._starts)
-        ends = [0, *self._starts[:1], len(self._tokens), *self._starts[-1:]]
-        if len(self._starts) != len(self._keys) + 1 or ends[0] != ends[1] or ends[2] != ends[3]:
-            raise ValueError("its arrays do not fit together")
-        if (counts < 1).any() or len(self._probs) != len(self._tokens):
+        arrays = (self._keys, self._starts, self._tokens, self._probs)
+        fits = all(array.ndim == 1 for array in arrays)
+        fits = fits and len(self._starts) == len(self._keys) + 1
+        fits = fits and len(self._tokens) == len(self._probs) == self._starts[-1]
+        if not fits or self._starts[0] or (np.diff(self._starts) < 1).any():
             raise ValueError("its arrays do not fit together")
         if len(self._tokens) and not 0 <= self._tokens.min() <= self._tokens.max() < self.vocab:
             raise ValueError("it has tokens beyond its vocabulary")

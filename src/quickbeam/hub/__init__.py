@@ -104,12 +104,12 @@ def drafter_for(model: str | None, named: str | None) -> str | None:
     return None if has_table and not (folder / "config.json").is_file() else named
 
 
-def table_of(model: str | None, drafter: str | None) -> Path | None:
+def table_of(model: str | None, named: str | None) -> Path | None:
     """Return the folder with the table of n-grams of a model's own text; None where there is none.
 
-    It is that of the `drafter`, or of what was trained for the model in the cache.
+    It is that of the drafter that is `named`, or of what was trained for the model in the cache.
     """
-    folders = [] if drafter is None else [Path(drafter)]
+    folders = [] if named is None else [Path(named)]
     with suppress(OSError):  # a file that can't be read, which is named when the model is opened
         folders.append(trained_folder(model))
     return next((folder for folder in folders if (folder / TABLE).is_file()), None)
