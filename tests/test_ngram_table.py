@@ -228,6 +228,15 @@ def test_a_model_has_the_table_that_was_made_for_it(toy_folder, prompts, cache, 
     refuses("drafts with a model", LLM, toy_folder, "dyspec", drafter=folder)
 
 
+def test_methods_without_a_drafter_take_a_table(toy_folder, made):
+    for method in ("recycling", "auto"):
+        arguments = ["generate", "say 1", "--model", str(toy_folder), "--drafter", str(made)]
+        result = cli(*arguments, "--method", method, "--raw", "--max-tokens", "20")
+        assert result.exit_code == 0, result.output
+    result = cli(*arguments, "--method", "recycling", "--drafter", str(toy_folder))
+    assert result.exit_code == 2 and "drafts without a model" in result.output
+
+
 def test_a_drafter_is_measured_against_the_table(toy_folder, made):
     loaded = open_target(str(toy_folder), torch.device("cpu")).loaded
     table = NgramTable.load(made, 257)

@@ -52,8 +52,10 @@ class LoadOptions(LLMOptions):
 
     def check(self) -> None:
         """Raise `InvalidInput` for what can be seen to be wrong before PyTorch is imported."""
-        for name in ("drafter", "vocab", "shortlist"):
-            value = getattr(self, name)
+        # a folder with a table of n-grams alone is for any method
+        named = None if self.drafter is None else hub.drafter_for(None, fspath(self.drafter))
+        given = {"drafter": named, "vocab": self.vocab, "shortlist": self.shortlist}
+        for name, value in given.items():
             if value is not None and not preset(self.method).uses_drafter:
                 users = (name for name, entry in METHODS.items() if entry.uses_drafter)
                 raise InvalidInput(

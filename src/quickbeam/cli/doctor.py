@@ -204,7 +204,10 @@ def drafter(source: str) -> Finding:
         best = best_trial(trials, llm.method)
     text = "; ".join(map(harmless, map(str, trials))) or "none for this model is on this machine"
     if best is None:
-        todo = f"download a smaller model of its family, or quickbeam train --model {source}"
+        todo = (
+            "download a smaller model of its family, or let it write for ten minutes: quickbeam "
+            f"train --model {source} --only text --minutes 10"
+        )
         return Finding(NOTE, text, todo)
     return Finding(OK, text, f"--drafter {best.candidate.name}, or --drafter auto")
 
