@@ -46,10 +46,10 @@ class StageOptions:
 def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: StageOptions) -> None:
     """Make a drafter for a model from text that the model writes.
 
-    It is a feature drafter, with its shortlist, or a block drafter. A table of the text's n-grams
-    lies beside it and drafts, too. At the end a bench says how fast the methods are with both.
-    Draft with them by --drafter OUT; without --out, a model that comes without a drafter has this
-    one by itself, and any model the table.
+    It is a feature drafter, with its shortlist, or a block drafter. At the end a bench says how
+    fast the methods are with it. Draft with it by --drafter OUT; without --out, a model that comes
+    without a drafter has this one by itself. OUT also gets a table of the text's n-grams, which
+    drafts where no drafter does (--only text).
 
     Ctrl-C or a kill loses at most a minute; the same command goes on, and the drafter in OUT can be
     used meanwhile. OUT also holds the figures: training.json, log.jsonl, bench.json.

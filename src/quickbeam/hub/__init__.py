@@ -99,7 +99,7 @@ def drafter_for(model: str | None, named: str | None) -> str | None:
     """
     if named is None:
         return drafter_of(model)
-    folder = Path(named)
+    folder = Path(named).expanduser()
     has_table = (folder / TABLE).is_file()
     return None if has_table and not (folder / "config.json").is_file() else named
 
@@ -109,7 +109,7 @@ def table_of(model: str | None, named: str | None) -> Path | None:
 
     It is that of the drafter that is `named`, or of what was trained for the model in the cache.
     """
-    folders = [] if named is None else [Path(named)]
+    folders = [] if named is None else [Path(named).expanduser()]
     with suppress(OSError):  # a file that can't be read, which is named when the model is opened
         folders.append(trained_folder(model))
     return next((folder for folder in folders if (folder / TABLE).is_file()), None)

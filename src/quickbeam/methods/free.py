@@ -6,7 +6,7 @@ are the source of prompt lookup and of LogitSpec (2507.01449, §3), the last log
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -190,11 +190,14 @@ class FreeCandidates:
         """
         context = search.context
         admission_value = search.admission_value
-        ranked = [
+        ranked: Iterable[tuple[int, CandidateFeatures]] = (
             (token, successor_features(source, successors.known, rank, probability))
             for rank, (token, probability) in enumerate(_ranked(context, successors, path.depth))
-        ]
-        left = self._join(search, path, ranked) if path.children else 1.0
+        )
+        left = 1.0
+        if path.children:  # else most need not be looked at
+            ranked = list(ranked)
+            left = self._join(search, path, ranked)
         for rank, (token, features) in enumerate(ranked):
             if token in path.children:
                 continue
@@ -206,7 +209,7 @@ class FreeCandidates:
                 search.enter(path, token, source, rate, [features])
 
     def _join(
-        self, search: Search, path: Candidate, ranked: Sequence[tuple[int, CandidateFeatures]]
+        self, search: Search, path: Candidate, ranked: Iterable[tuple[int, CandidateFeatures]]
     ) -> float:
         """Give the children that `path` has the rates of the same successors, if larger.
 
