@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +35,34 @@ SPECULATIONS = {
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 3}'
 
 
+def llama_program(folder: Path, program: str) -> list[str]:
+    """Return the command of a program of llama.cpp's, whose libraries lie beside it."""
+    return ["env", f"LD_LIBRARY_PATH={folder.resolve()}", f"{folder.resolve()}/{program}"]
+
+
+def llama_servers(
+    given: Namespace, model: str, drafter: str, clients: int, context: int
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name and command of llama-server without and with each of `--speculations`."""
+    slots = f"-np {clients} -c {context * clients} -t {torch.get_num_threads()}"
+    program = llama_program(given.llama, "llama-server")
+    options = f"--port {{port}} {slots} {given.llama_options}".split()
+    start = [*program, "-m", model, *options]
+    yield "llama.cpp", start
+    asked, every = given.speculations.split(","), given.speculations == "all"
+    for name, words in SPECULATIONS.items():
+        if (every or name in asked) and ("{draft}" not in words or drafter):
+            yield f"llama.cpp {name}", [*start, *words.replace("{draft}", drafter).split()]
+
+
+def add_llama(parser: ArgumentParser) -> None:
+    """Add the arguments that `llama_servers` reads."""
+    parser.add_argument("--llama", type=Path, help="folder of llama-server and llama-quantize")
+    parser.add_argument("--llama-options", default="", help="of llama-server, say --no-repack")
+    names = ", ".join(SPECULATIONS)
+    parser.add_argument("--speculations", default="all", help=f"of llama-server: {names}; none")
+
+
 class Case:
     """A model in a number format, with a drafter or none: its files for each server."""
 
@@ -58,7 +86,8 @@ class Case:
             if not self.given.llama:
                 raise InvalidInput(f"{path} in {self.bits} bits: needs llama-quantize, --llama")
             part = out.with_suffix(".part")
-            command = [*self.llama("llama-quantize"), "--allow-requantize", str(path), str(part)]
+            program = llama_program(self.given.llama, "llama-quantize")
+            command = [*program, "--allow-requantize", str(path), str(part)]
             made = subprocess.run([*command, TYPES[self.bits]], capture_output=True, text=True)
             if made.returncode:
                 last = made.stderr.strip().splitlines()[-1:]
@@ -74,10 +103,6 @@ class Case:
             hub.unpack(entry, hub.download(entry, work), work)
         return work / entry.file
 
-    def llama(self, program: str) -> list[str]:
-        folder = str(self.given.llama.resolve())
-        return ["env", f"LD_LIBRARY_PATH={folder}", f"{folder}/{program}"]
-
     def servers(self, clients: int) -> Iterator[tuple[str, list[str]]]:
         """Yield the name and command of every server that can be asked."""
         given, is_file, embedded = self.given, self.is_file, self.model in hub.EMBEDDED
@@ -91,15 +116,7 @@ class Case:
             yield f"quickbeam {method}", [*own, "--method", method, *more]
         if given.llama and (embedded or is_file):
             file = self.gguf(self.fetched() if embedded else self.path)
-            slots = f"-np {clients} -c {4096 * clients} -t {torch.get_num_threads()}"
-            options = f"{slots} {given.llama_options}".split()
-            start = [*self.llama("llama-server"), "--port", "{port}", "-m", str(file), *options]
-            yield "llama.cpp", start
-            asked, every = given.speculations.split(","), given.speculations == "all"
-            for name, words in SPECULATIONS.items():
-                if (every or name in asked) and ("{draft}" not in words or self.drafter):
-                    more = words.replace("{draft}", self.drafter).split()
-                    yield f"llama.cpp {name}", [*start, *more]
+            yield from llama_servers(given, str(file), self.drafter, clients, 4096)
         folder = Path(builtin.resolve(self.model)) if not is_file else self.path.with_suffix("")
         if self.bits in (16, 0) and folder.is_dir():
             yield from self.readers_of_folders(str(folder))

@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 from common import arguments, finish, numbers, questions_of, script
-from peer_cases import SPECULATIONS, Case
+from peer_cases import Case, add_llama
 from quickbeam.bench.report import markdown
 from quickbeam.errors import QuickbeamError
 from servers import ServerProcess, StreamedAnswer
@@ -114,10 +114,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="+", metavar="MODEL[:BITS[:DRAFTER]]")
     parser.add_argument("--clients", default="1", help="at a time, comma-separated")
     parser.add_argument("--methods", default="auto,ar", help="of quickbeam, comma-separated")
-    parser.add_argument("--llama", type=Path, help="folder of llama-server and llama-quantize")
-    parser.add_argument("--llama-options", default="", help="of llama-server, say --no-repack")
-    names = ", ".join(SPECULATIONS)
-    parser.add_argument("--speculations", default="all", help=f"of llama-server: {names}; none")
+    add_llama(parser)
     parser.add_argument("--vllm", help="the program vllm, of its build for CPUs")
     parser.add_argument("--transformers", action="store_true", help="ask `transformers serve`")
     parser.add_argument("--work", type=Path, default=Path("build/peers"), help="for .gguf files")

@@ -1,5 +1,5 @@
 """A running server with OpenAI's interface, and one streamed question to it: what `peers.py`,
-`first_byte.py` and `cold_start.py` share."""
+`first_byte.py`, `cold_start.py` and `contexts.py` share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -78,13 +78,17 @@ class ServerProcess:
         except OSError as failure:
             raise QuickbeamError(f"{self.name}: gone while it was asked ({failure})") from None
 
+    def request(self, path: str, body: Mapping[str, Any]) -> Request:
+        """Return a request in JSON."""
+        data = json.dumps(body).encode()
+        return Request(f"{self.base}{path}", data, {"Content-Type": "application/json"})
+
     def ask(self, prompt: str, given: Namespace) -> StreamedAnswer:
         body: dict[str, Any] = {"model": self.model, "max_tokens": given.max_tokens}
         body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
         messages = {"messages": [{"role": "user", "content": prompt}]}
         body |= {"prompt": prompt} if given.raw else messages
-        where = f"{self.base}/v1/{'completions' if given.raw else 'chat/completions'}"
-        request = Request(where, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = self.request(f"/v1/{'completions' if given.raw else 'chat/completions'}", body)
         text, tokens, first, began = "", 0, 0.0, time.perf_counter()
         with self.open(request) as response:
             for line in response:
