@@ -1,6 +1,9 @@
 """A drafter that learns while nothing is asked: from what, for whom, and what it never changes."""
 
 import copy
+import subprocess
+import sys
+import time
 from collections import deque
 
 import pytest
@@ -432,6 +435,37 @@ def test_a_process_that_is_killed_leaves_the_file_as_it_was(tmp_path, monkeypatc
     assert path.read_bytes() == kept
     monkeypatch.undo()
     assert School(file=LearnedFile(path, "")).learner.of(None).versions
+
+
+WRITES_ON = """
+import sys
+from itertools import count
+from pathlib import Path
+import torch
+from quickbeam.drafters.learning import LowRank
+from quickbeam.engine.learned_file import LearnedFile
+
+for version in count():
+    change = LowRank(torch.full((400, 16), float(version)), torch.full((16, 400), float(version)))
+    LearnedFile(Path(sys.argv[1]), "").write({b"key": [{"fc.weight": change}]})
+    print(version, flush=True)
+"""
+
+
+def test_kill_9_at_any_moment_leaves_the_last_save_whole(tmp_path):
+    path = tmp_path / "answers.learned"
+    for milliseconds in (0, 3, 7, 20):
+        command = [sys.executable, "-c", WRITES_ON, str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout.readline() == "0\n"
+            time.sleep(milliseconds / 1000)
+            process.kill()
+            said = process.stdout.read().split()
+        saved = int(said[-1]) if said else 0
+        change = LearnedFile(path, "").read()[b"key"][0]["fc.weight"]
+        (there,) = set(change.up.flatten().tolist())
+        assert there in (saved, saved + 1)  # killed before it could say so
+        assert set(change.down.flatten().tolist()) == {there}
 
 
 def test_an_llm_learns_while_nothing_is_asked(toy_folder, tmp_path, monkeypatch):
