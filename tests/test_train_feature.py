@@ -352,6 +352,7 @@ def test_minutes_choose_the_tokens_once(tmp_path):
     plan = Plan(None, tmp_path / "out", minutes=10, recipe=Recipe(epochs=2))
     chosen = planned(plan, rates)
     assert sum(rates.seconds(chosen)) == pytest.approx(600, rel=0.01)
+    assert rates.seconds(chosen, chosen.tokens)[:2] == (0, chosen.tokens / 200)  # text is there
     assert planned(plan, Rates(1, 1, 1)) == chosen
     assert planned(replace(plan, minutes=None), rates).tokens == plan.tokens
 

@@ -1,6 +1,7 @@
 """Text for training: conversations say what was said, whoever else speaks beside them."""
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -9,10 +10,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PhiCon
 
 from cases import refuses
 from quickbeam.cli import train
+from quickbeam.engine.engine import Engine
+from quickbeam.engine.scheduler import Scheduler
 from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
+from quickbeam.train import text
 from quickbeam.train.recipes import Plan
+from quickbeam.train.shards import collate
+from quickbeam.train.target import FrozenTarget, StateCache
 from quickbeam.train.text import Dialogue, Template, TextRecipe, Writer
+from test_train_block import opened
 
 LENGTH, QUESTION = 80, 12
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
@@ -43,14 +50,14 @@ class Chat:
     def encode(self, text):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def writer(self, prompts=None, fond=0.0, **recipe):
+    def writer(self, prompts=None, fond=0.0, made=None, states=None, length=LENGTH, **recipe):
         model = copy.deepcopy(self.model)
         model.lm_head.bias.data[20:24] += fond  # of saying the same few things
         template = self.template if prompts is None else None
         given = {"repetition": LENGTH, "quote": 0.0, **recipe}
-        settings = TextRecipe(LENGTH, QUESTION, openers=("Why", "Tell me"), **given)
+        settings = TextRecipe(length, QUESTION, openers=("Why", "Tell me"), **given)
         asked = self.encode, template, self.template.stops, settings, prompts
-        return Writer(make_model(model), 4, *asked)
+        return Writer(made or make_model(model), 4, *asked, states=states)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +82,29 @@ def test_greedy_answers_are_greedy(chat, written):
         assert not greedy or torch.equal(logits[places - 1].argmax(-1), tokens[places].long())
     assert kinds == {True, False}
     assert 0 < sum(len(c.tokens) == LENGTH for c in written) < len(written)
+
+
+@pytest.mark.parametrize("pages", [None, 6])
+def test_hidden_states_of_what_is_written_are_those_that_are_read(chat, pages, monkeypatch):
+    """Also those of earlier turns, which the prefix cache has, and of what was preempted."""
+    monkeypatch.setattr(text, "Engine", functools.partial(Engine, pages=pages))
+    preempted, preempt = [], Scheduler.preempt
+    monkeypatch.setattr(Scheduler, "preempt", lambda *of: (preempted.append(of), preempt(*of)))
+    model = copy.deepcopy(chat.model)
+    model.lm_head.bias.data[list(chat.template.stops)] = 1.0 if pages is None else -9.0
+    target = opened(model)
+    of = FrozenTarget(target.loaded.model, target.parameters, target.stack, (1, 2))
+    states = StateCache(of, {}, 1 << 30)
+    writer = chat.writer(made=target.loaded.model, states=states, length=200)
+    turns_of = list[int]()
+    for one in itertools.islice(writer, 24):
+        read = of.read(collate([one])).hidden[0]
+        cached = states.read(collate([one])).hidden[0]
+        torch.testing.assert_close(cached[:-1], read[:-1], rtol=1e-4, atol=1e-4)
+        if not cached[-1].any():  # it was recorded, and not read for want of it
+            turns_of.append(int(one.answer.int().diff().clamp(min=0).sum()))
+    assert len(turns_of) == 24
+    assert preempted if pages else sum(turns > 1 for turns in turns_of) > 3
 
 
 def turns(chat, ids):

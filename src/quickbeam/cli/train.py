@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -93,22 +94,23 @@ def write_and_train(plan: Plan, only: str | None) -> None:
         plan = planned(plan, rates)
         if only != "text":
             drafter = DrafterStage(plan, target)
-    say(plan_text(plan, rates, drafter is not None))
+    say(plan_text(plan, rates, text.tokens(), drafter is not None))
     for share, until in TURNS if only is None else TURNS[-1:]:
         if only != "drafter":
-            write_text(text, round(plan.tokens * share))
+            write_text(text, round(plan.tokens * share), drafter)
         if drafter is not None:
             train_drafter(drafter, until)
     if drafter is None:
         say(f"written to {plan.folder}: quickbeam generate … --drafter {plan.folder}")
 
 
-def plan_text(plan: Plan, rates: Rates, trains: bool) -> str:
+def plan_text(plan: Plan, rates: Rates, there: int, trains: bool) -> str:
     """Return what is going to be done, and how long that takes at these rates.
 
-    `trains`: whether a drafter is trained on the text.
+    `there`: tokens of text that an earlier run wrote. `trains`: whether a drafter is trained on the
+    text.
     """
-    write, read, train = rates.seconds(plan)
+    write, read, train = rates.seconds(plan, there)
     if not trains:
         return f"{plan.tokens:,} tokens of text: {minutes(write)} to write"
     visits = int(plan.tokens * plan.recipe.epochs)
@@ -122,18 +124,21 @@ def plan_text(plan: Plan, rates: Rates, trains: bool) -> str:
 
 
 def minutes(seconds: float) -> str:
-    return f"{max(1, round(seconds / 60)):,} min"
+    return f"{math.ceil(seconds / 60):,} min"
 
 
-def write_text(stage: TextStage, tokens: int) -> None:
-    """Write text until there are so many tokens, and the table of its n-grams."""
+def write_text(stage: TextStage, tokens: int, drafter: DrafterStage | None) -> None:
+    """Write text until there are so many tokens, and the table of its n-grams.
+
+    The hidden states of what is written are kept for the `drafter`.
+    """
     with progress_bar("text") as show:
 
         def wrote(count: int, rate: float) -> None:
             left = timedelta(seconds=round((tokens - count) / max(rate, 1e-9)))
             show(f"text: {count:,} tokens, {rate:.0f} a second, {left} left", count / tokens)
 
-        stage.run(wrote, tokens)
+        stage.run(wrote, tokens, None if drafter is None else drafter.recorded)
     stage.save_table()
     say(f"text: {stage.tokens():,} tokens")
 

@@ -32,11 +32,15 @@ class Rates(NamedTuple):
     read: float
     train: float
 
-    def seconds(self, plan: Plan) -> tuple[float, float, float]:
-        """Return how long a plan writes, reads and trains."""
+    def seconds(self, plan: Plan, there: int = 0) -> tuple[float, float, float]:
+        """Return how long a plan writes, reads and trains, if `there` tokens of text are there.
+
+        What is written need not be read, since its hidden states are kept.
+        """
         own = plan.tokens if plan.given is None else plan.own * plan.tokens
+        to_write = max(0.0, own - there)
         visits = plan.tokens * plan.recipe.epochs
-        return own / self.write, plan.tokens / self.read, visits / self.train
+        return to_write / self.write, (plan.tokens - to_write) / self.read, visits / self.train
 
 
 def measure_rates(

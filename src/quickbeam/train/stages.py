@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ from quickbeam.train.held_out import HeldOutMetrics
 from quickbeam.train.recipes import Plan, Recipe, opening_words
 from quickbeam.train.router import ranking
 from quickbeam.train.shards import Shards, ShardWriter, read_prompts, token_counts
-from quickbeam.train.target import FrozenTarget, OpenTarget
-from quickbeam.train.trainer import Report, Trainer
+from quickbeam.train.target import FrozenTarget, OpenTarget, StateCache
+from quickbeam.train.trainer import HIDDEN_FOLDER, Report, Trainer
 
 LEAST_TOKENS = 1000  # of a plan
 
@@ -72,10 +73,16 @@ class TextStage:
         self._tokenizer = target.loaded.tokenizer
         self._stops = target.loaded.eos_ids
 
-    def run(self, report: Callable[[int, float], None], tokens: int) -> None:
+    def run(
+        self,
+        report: Callable[[int, float], None],
+        tokens: int,
+        states: StateCache | None = None,
+    ) -> None:
         """Write conversations until there are `tokens` tokens of text, or all prompts are answered.
 
-        A part of the text is what the user gives (`Plan.given`). `report` is called after every
+        A part of the text is what the user gives (`Plan.given`). `states` gets the hidden states of
+        what is written. `report` is called after every
         pass with the number of tokens, those of conversations that are not complete yet included,
         and the tokens per second. What is complete stays when it is interrupted, and a prompt that
         it answers is not answered again. Raises `QuickbeamError` if the text can't be written.
@@ -119,6 +126,7 @@ class TextStage:
             prompts,
             tokens - there,
             stepped,
+            states,
         )
         try:
             for conversation in writer:
@@ -270,6 +278,16 @@ class DrafterStage:
         """Measure how fast this machine carries out the plan."""
         return measure_rates(self.plan, self._model, self.target, self._drafter())
 
+    @cached_property
+    def states(self) -> StateCache:
+        """The hidden states of the text that are kept until the end of the training."""
+        return StateCache.of(self.target, self.plan.folder / HIDDEN_FOLDER)
+
+    @property
+    def recorded(self) -> StateCache | None:
+        """Where the hidden states of text go as it is written; None on a GPU, which reads fast."""
+        return self.states if self.target.device.type == "cpu" else None
+
     @property
     def trainer(self) -> Trainer:
         """What trains. Raises `InvalidInput` if there is no text."""
@@ -284,6 +302,7 @@ class DrafterStage:
                 total,
                 plan.folder,
                 trained=plan.start is not None,
+                states=self.states,
             )
             self._save_frequent(self._trainer.shards)
         return self._trainer

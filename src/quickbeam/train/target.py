@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -90,6 +91,7 @@ class FrozenTarget:
     ) -> None:
         self._model = model
         self._aux_layers = tuple(aux_layers)
+        self.dtype = model.dtype
         model.set_aux_layers(self._aux_layers)
         self.parameters, self.stack = parameters, stack
         self.device = model.device
@@ -109,7 +111,7 @@ class FrozenTarget:
         finally:
             for part in parts:
                 part.cache.release()
-        hidden = [part.hidden.to(self._model.dtype) for part in passed if part.hidden is not None]
+        hidden = [part.hidden.to(self.dtype) for part in passed if part.hidden is not None]
         return batch.to(self.device)._replace(hidden=pad_sequence(hidden, batch_first=True))
 
     def digest(self) -> str:
@@ -126,9 +128,12 @@ class FrozenTarget:
 
         The first tokens of a text have much larger ones in many models.
         """
+        return float(self.sample_after(layer).square().mean(-1).sqrt().median())
+
+    def sample_after(self, layer: int) -> torch.Tensor:
+        """Return hidden states after one of `aux_layers` of sampled tokens, `[n, d]` float32."""
         states = self._sample().float().chunk(len(self._aux_layers), -1)
-        sizes = states[self._aux_layers.index(layer)].square().mean(-1).sqrt()
-        return float(sizes.median())
+        return states[self._aux_layers.index(layer)]
 
     def _sample(self) -> torch.Tensor:
         """Return the hidden states of tokens from the whole vocabulary, on the CPU."""
@@ -176,7 +181,7 @@ class StateFiles:
 
 
 def _name(tokens: torch.Tensor) -> str:
-    return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(tokens.long().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def _scarce(device: torch.device) -> bool:
@@ -220,6 +225,16 @@ class StateCache:
             for name, row, length in zip(names, batch.hidden, lengths, strict=True):
                 self._keep(name, row[:length])
         return batch
+
+    def add(self, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Keep the hidden states of a conversation, `[n]`, that was written.
+
+        `hidden`: of all tokens but the last, which says nothing about another one. Fewer are not
+        kept.
+        """
+        if len(hidden) == len(tokens) - 1:
+            hidden = F.pad(hidden.to(self._target.dtype), (0, 0, 0, 1))
+            self._keep(_name(tokens), hidden)
 
     def _keep(self, name: str, hidden: torch.Tensor) -> None:
         if name in self._kept or hidden.nbytes > self._left:

@@ -25,7 +25,9 @@ from quickbeam.models.text.chat_template import for_template
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.train.recipes import WORDS, opening_words
+from quickbeam.train.recorder import Recorded
 from quickbeam.train.shards import ConversationTokens
+from quickbeam.train.target import StateCache
 
 # What users say before and after a longer text, and whether the model goes on with their turn. The
 # answer repeats much of what stands far before it.
@@ -126,6 +128,7 @@ class Dialogue:
     - `repeated`: tokens in a row, up to the last, that each end a trigram which occurred before.
       Small models' answers repeat themselves, and that is soon drafted right.
     - `over`: whether the conversation is complete.
+    - `hidden`: the hidden states `[n, layers * d]` of its first n tokens, where they are recorded.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class Dialogue:
         self.turn_length = 0
         self.over = False
         self.repeated = 0
+        self.hidden = torch.empty(0)
         self._trigrams = set[tuple[int, ...]]()
         self._last = tuple[int, ...]()
 
@@ -155,6 +159,15 @@ class Dialogue:
         self._last = (*self._last[-2:], token)
         self.repeated = self.repeated + 1 if self._last in self._trigrams else 0
         self._trigrams.add(self._last)
+
+    def add_hidden(self, rows: torch.Tensor, end: int) -> None:
+        """Take the hidden states of the last tokens before `end`.
+
+        The prefix cache may have had the tokens before them, whose states an earlier turn brought.
+        """
+        begin = end - len(rows)
+        if begin <= len(self.hidden):
+            self.hidden = torch.cat([self.hidden[:begin], rows])
 
     def conversation(self) -> ConversationTokens:
         """Return the conversation, once it is `over`."""
@@ -330,6 +343,7 @@ class Writer:
     - `tokens`: how many are wanted. No conversation is begun that is likely not needed.
     - `stepped`: called after every pass with the number of tokens in conversations that are not
       complete yet.
+    - `states`: gets the hidden states of complete conversations, if the model gives them.
 
     Raises `InvalidInput` as `DialogueSource` does.
     """
@@ -345,6 +359,7 @@ class Writer:
         prompts: Sequence[list[int]] | None = None,
         tokens: int | None = None,
         stepped: Callable[[int], None] = lambda unfinished: None,
+        states: StateCache | None = None,
     ) -> None:
         if (limit := model.context_length) is not None:
             recipe = replace(recipe, length=min(recipe.length, limit))
@@ -354,6 +369,7 @@ class Writer:
         self._source = DialogueSource(encode, template, stops, recipe, prompts)
         self._wanted = tokens
         self._stepped = stepped
+        self._states = states
         self._complete_tokens = 0  # of complete conversations
 
     def __iter__(self) -> Iterator[ConversationTokens]:
@@ -369,6 +385,9 @@ class Writer:
                     if not self._turn_ended(sequence, dialogue):
                         continue
                     engine.cancel(sequence)
+                    if isinstance(sequence.method, Recorded):
+                        # the last token was not read
+                        dialogue.add_hidden(sequence.method.rows(), len(sequence.ids) - 1)
                     del running[sequence]
                     if not dialogue.over:
                         running[engine.add(self._request(dialogue))] = dialogue
@@ -378,7 +397,10 @@ class Writer:
                         engine.forget()  # the prefixes of all conversations would fill the memory
                     if any(dialogue.answer):
                         self._complete_tokens += len(dialogue.tokens)
-                        yield dialogue.conversation()
+                        conversation = dialogue.conversation()
+                        if self._states is not None:
+                            self._states.add(conversation.tokens, dialogue.hidden)
+                        yield conversation
                 self._fill(engine, running)
                 self._stepped(sum(len(dialogue.tokens) for dialogue in running.values()))
         finally:
@@ -407,7 +429,8 @@ class Writer:
         )
         sampler = Sampler(params, (), self._model.vocab_size)
         output = Output(NullTokenizer(), params)
-        return Request(dialogue.tokens, params, NoDraft(), output, sampler)
+        method = NoDraft() if self._states is None else Recorded()
+        return Request(dialogue.tokens, params, method, output, sampler)
 
     def _fill(self, engine: Engine, running: dict[SequenceState, Dialogue]) -> None:
         """Begin conversations while slots are free and text is wanted."""

@@ -114,6 +114,7 @@ class Trainer:
         save_every: float = 50.0,
         report_every: float = 300.0,
         trained: bool = False,
+        states: StateCache | None = None,
     ) -> None:
         self.drafter = drafter
         self.network = drafter.network.to(target.device)
@@ -137,7 +138,7 @@ class Trainer:
         self._optimizers = optimizers(self.network, recipe.lr)
         self._resume()
         self._begin_round()
-        self._states = StateCache.of(target, folder / HIDDEN_FOLDER)
+        self._states = states or StateCache.of(target, folder / HIDDEN_FOLDER)
         # of each step since the last report: loss and norm of the gradient: [2]
         self._losses_and_norms = list[torch.Tensor]()
 
