@@ -121,8 +121,11 @@ def relocated(store, seed=0):
     return other
 
 
-def attend(kernels, stores, query, prefix, paths, scaling, **variations):
-    """`[n, heads, value_dim]`: attention of `query` `[n, heads, key_dim]`, so many rows a store."""
+def attend(kernels, stores, query, prefix, paths, scaling, slots=None, **variations):
+    """`[n, heads, value_dim]`: attention of `query` `[n, heads, key_dim]`, so many rows a store.
+
+    `slots`: of the rows; None where each is the last that its row sees.
+    """
     n, heads, _ = query.shape
     shape = stores[0][1].pool.shapes[0]
     program = Program(kernels)
@@ -130,7 +133,8 @@ def attend(kernels, stores, query, prefix, paths, scaling, **variations):
     program.attend(*both, heads, shape, 0, scaling, **variations)
     out = torch.full((n, heads, shape.value_dim), torch.nan, dtype=torch.bfloat16)
     spans = [(count, store.table) for count, store in stores]
-    slots = [path[-1] if path else seen - 1 for seen, path in zip(prefix, paths, strict=True)]
+    if slots is None:
+        slots = [path[-1] if path else seen - 1 for seen, path in zip(prefix, paths, strict=True)]
     rows = rows_of(spans, [0] * n, slots, prefix, paths)
     program.run(rows, {"query": reference.sort_queries(query, shape.kv_heads), "out": out})
     return out

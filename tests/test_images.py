@@ -9,17 +9,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Gemma4AssistantConfig, Gemma4AssistantForCausalLM
+from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from cases import refuses
 from checkpoints import configure, rewrite
 from docs import save_drafter
-from models import tiny
+from models import spread_out, tiny
 from quickbeam.engine import scheduler
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.llm import LLM
 from quickbeam.models.base import Batch, Chain, ImageRows, end_of_chunk, images_between
+from quickbeam.models.compile.native_model import NativeModel
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Program
@@ -32,6 +34,7 @@ from quickbeam.models.weights.checkpoint import Checkpoint
 from quickbeam.params import SamplingParams
 from quickbeam.serve.fingerprint import fingerprint_of
 from running import braked
+from test_families import each
 from test_mtp import Head as MtpHead
 
 pytest.importorskip("PIL", reason="images need Pillow")
@@ -75,7 +78,15 @@ def stacked(models):
         yield llm
 
 
-@pytest.fixture(params=["llm", "stacked"])
+@pytest.fixture(scope="module")
+def per_layer(models):
+    """One whose images have other per-layer inputs than their tokens."""
+    folder, _ = models("gemma4")
+    with LLM(str(folder), "auto", dtype="float32") as llm:
+        yield llm
+
+
+@pytest.fixture(params=["llm", "stacked", "per_layer"])
 def any_llm(request):
     return request.getfixturevalue(request.param)
 
@@ -105,6 +116,13 @@ def inputs_of(kind, folder, images):
 
         inputs = Processor(**settings)(images, return_tensors="pt")
         return {"pixel_values": inputs["pixel_values"]}
+    if kind.startswith("gemma4"):
+        from transformers.models.gemma4.image_processing_pil_gemma4 import (
+            Gemma4ImageProcessorPil as Processor,
+        )
+
+        inputs = Processor(**settings)(images, return_tensors="pt")
+        return {name: inputs[name] for name in ("pixel_values", "image_position_ids")}
     if kind.startswith("qwen"):
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
             Qwen2VLImageProcessorPil as Processor,
@@ -162,7 +180,7 @@ def reference(model, ids, inputs):
     """transformers' logits `[n, vocab]`."""
     ids = torch.tensor([ids])
     of_images = (ids == model.config.image_token_id).int()
-    if "image_grid_thw" in inputs:  # they have positions of three numbers
+    if "image_grid_thw" in inputs or "image_position_ids" in inputs:
         inputs = inputs | {"mm_token_type_ids": of_images}
     if model.config.model_type == "gemma3":  # they see one another
         inputs = inputs | {"token_type_ids": of_images}
@@ -209,9 +227,18 @@ def test_logits_are_those_of_transformers(kind, models):
         swapped = [ImageRows(image.first, image.rows.flip(0), 1) for image in ids.images]
         assert off(logits_of(llm.model, ids, 512, swapped), right) > 0.01, "rows in another order"
 
-        if kind == "gemma3":
-            causal = [image._replace(whole=False) for image in ids.images]
-            assert off(logits_of(llm.model, ids, 512, causal), right) > 0.01
+        if kind.startswith("gemma"):
+            whole = [image._replace(whole=not image.whole) for image in ids.images]
+            assert off(logits_of(llm.model, ids, 512, whole), right) > 0.01
+        if kind == "gemma4":
+            assert llm.images._tower.audio_tower is None, "what reads sound is not loaded"
+            own_token = [image._replace(token=None) for image in ids.images]
+            assert off(logits_of(llm.model, ids, 512, own_token), right) > 0.01
+        if kind == "gemma4 experts":
+            checkpoint = Checkpoint(folder, torch.float32)
+            stack = each("attention", causal_images=False)(checkpoint.stack)
+            everywhere = NativeModel(checkpoint, stack, library.kernels())
+            assert off(logits_of(everywhere, ids, 512), right) > 0.01
         if ids.positions is not None:
             plain = ImagePositions(len(ids), [])
             assert off(logits_of(llm.model, ids, 512, positions=plain), right) > 0.01
@@ -227,7 +254,7 @@ def test_logits_are_those_of_transformers(kind, models):
             text.append(answer[-1])
         assert llm.chat(conversation, GREEDY).token_ids == answer
 
-    if kind in reader.NATIVE_ALONE:
+    if model.config.model_type in reader.NATIVE_ALONE:
         return
     checkpoint = Checkpoint(folder, torch.float32)
     pytorch = TorchModel(checkpoint, checkpoint.stack, torch.device("cpu"))
@@ -236,7 +263,11 @@ def test_logits_are_those_of_transformers(kind, models):
 
 
 @pytest.mark.parametrize(
-    "kind", ["smolvlm", "lfm2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "gemma3"]
+    "kind",
+    [
+        *("smolvlm", "lfm2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_moe"),
+        *("gemma3", "gemma4", "gemma4 experts"),
+    ],
 )
 @pytest.mark.parametrize("params", [GREEDY, DRAWN])
 def test_drafts_change_no_answer(kind, params, models, toy_folder, tmp_path):
@@ -279,6 +310,27 @@ def test_a_models_own_head_drafts_behind_images(models, tmp_path):
     with LLM(str(folder), "ar", dtype="float32") as llm:
         right = [llm.chat(two_images(), params).token_ids for params in (GREEDY, DRAWN)]
     with LLM(str(tmp_path / "model"), "dyspec", dtype="float32") as llm:
+        for params, ids in zip((GREEDY, DRAWN), right, strict=True):
+            answer = llm.chat(two_images(), params)
+            assert answer.token_ids == ids
+            assert answer.statistics.sources["drafter"].drafted > 0
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4 experts"])
+def test_an_assistant_drafts_behind_images(kind, models, tmp_path):
+    """It reads keys and values of the images' rows."""
+    folder, _ = models(kind)
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    text |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    text |= {"hidden_size": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    text |= {"vocab_size_per_layer_input": 0, "enable_moe_block": False}
+    text["per_layer_config"] = {"1": text["per_layer_config"]["2"]}  # the first full layer's
+    torch.manual_seed(1)
+    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=32)
+    spread_out(Gemma4AssistantForCausalLM(config)).save_pretrained(tmp_path)
+    with LLM(str(folder), "ar", dtype="float32") as llm:
+        right = [llm.chat(two_images(), params).token_ids for params in (GREEDY, DRAWN)]
+    with LLM(str(folder), "dyspec", dtype="float32", drafter=str(tmp_path)) as llm:
         for params, ids in zip((GREEDY, DRAWN), right, strict=True):
             answer = llm.chat(two_images(), params)
             assert answer.token_ids == ids
@@ -343,7 +395,7 @@ def test_images_share_no_prefix(any_llm, monkeypatch):
     assert [answer.token_ids for answer in wrong] != [answer.token_ids for answer in answers]
 
 
-@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl", "gemma4 experts"])
 def test_kept_prefixes_know_their_images(kind, models, tmp_path):
     """Another process goes on behind an image, not behind another one or one of other rows."""
     folder, _ = models(kind)
@@ -387,7 +439,10 @@ def test_an_image_that_was_read_is_read_no_more(any_llm, monkeypatch):
     assert len(calls) == 4, "the first time they were still kept"
 
 
-@pytest.mark.parametrize("kind", ["smolvlm", "lfm2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "kind",
+    ["smolvlm", "lfm2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4", "gemma4 experts"],
+)
 def test_images_among_texts(kind, models):
     folder, _ = models(kind)
     texts = ["abc abc", "the cat sat on the cat"]
@@ -405,7 +460,7 @@ def test_images_among_texts(kind, models):
             assert [answer.token_ids for answer in together] == alone
 
 
-@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl", "gemma4", "gemma4 experts"])
 def test_a_preempted_sequence_reads_its_images_again(kind, models):
     folder, _ = models(kind)
     params = SamplingParams(max_tokens=150, ignore_eos=True, temperature=0)
@@ -421,11 +476,12 @@ def test_a_preempted_sequence_reads_its_images_again(kind, models):
         assert sum(answer.statistics.preemptions for answer in answers) > 0
 
 
-def test_positions_of_three_numbers_need_the_native_kernels(models):
-    folder, _ = models("qwen2_5_vl")
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma4"])
+def test_some_images_need_the_native_kernels(kind, models):
+    folder, _ = models(kind)
     with LLM(str(folder), "ar", dtype="float16") as llm:
         assert llm.chat("abc", GREEDY).token_ids
-        refuses("images of qwen2_5_vl .* native kernels", llm.chat, two_images())
+        refuses(f"images of {kind} .* native kernels", llm.chat, two_images())
 
 
 def test_a_text_alone_is_read_as_before(llm):
@@ -490,6 +546,15 @@ def test_a_configuration_that_lacks_what_images_need(models, tmp_path):
     asks("narrow", "vision_config", {"out_hidden_size": 16}, narrow, words)
 
 
+def test_a_gemma4_without_a_vision_tower(models, tmp_path):
+    folder, _ = models("gemma4")
+    shutil.copytree(folder, tmp_path / "model")
+    configure(tmp_path / "model", vision_config=None)
+    with LLM(str(tmp_path / "model"), "ar", dtype="float32") as llm:
+        assert llm.chat("abc", GREEDY).token_ids
+        refuses("no vision_config", llm.chat, asked(picture(1)))
+
+
 def test_the_fingerprint_tells_how_much_of_an_image_is_read(models):
     folder, _ = models("smolvlm")
     prints = set()
@@ -527,9 +592,10 @@ def test_a_prompt_with_too_many_images_is_refused_before_they_are_read(llm, monk
     assert llm.room(0) == limit
 
 
-def test_a_chunk_holds_a_whole_image(models, monkeypatch):
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4 experts"])
+def test_a_chunk_holds_a_whole_image(kind, models, monkeypatch):
     """Where its rows see one another: in a batch, from the prefix cache and after a preemption."""
-    folder, _ = models("gemma3")
+    folder, _ = models(kind)
     lengths, params = [], replace(GREEDY, logprobs=0)
 
     def outcome(answer):
@@ -561,7 +627,12 @@ def test_a_chunk_holds_a_whole_image(models, monkeypatch):
         monkeypatch.setattr(llm.model, "mixed_chunk", 3)
         llm.reset()
         assert [*map(outcome, llm.generate(prompts, params))] == alone
-        assert lengths and set(lengths) <= {4, 2}, "2: the first two rows were cached"
+        allowed = set()
+        for image in prompts[0].images:
+            allowed.add(len(image.rows))
+            cached = range(image.first // size * size + size, image.end, size)
+            allowed.update(image.end - tokens for tokens in cached)
+        assert lengths and {*lengths} <= allowed, "whole, or behind what is cached of it"
         again = llm.generate(prompts[0], params)
         assert outcome(again) == alone[0] and again.statistics.cached_tokens > 0
         monkeypatch.setattr(scheduler, "end_of_chunk", lambda images, first, end: end)
@@ -598,7 +669,8 @@ def test_rows_of_images_between_tokens():
 def family_of(kind, models, max_pixels=None):
     folder, model = models(kind)
     settings = processor_settings(folder)
-    return reader.IMAGE_FAMILIES[kind](model.config, settings, MARKS_BY_ID.get, max_pixels)
+    family = reader.IMAGE_FAMILIES[model.config.model_type]
+    return family(model.config, settings, MARKS_BY_ID.get, max_pixels)
 
 
 SHAPES = [(60, 34), (34, 60), (32, 32), (33, 31), (200, 40), (9, 14), (640, 480), (96, 96)]
@@ -612,9 +684,30 @@ def test_pixels_are_those_of_transformers(kind, models):
         image = picture(width, width, height)
         ours = given_to_tower(family, family.cut(image).tiles)
         right = inputs_of(kind, folder, [image])
-        assert torch.equal(ours["pixel_values"], right["pixel_values"]), (width, height)
-        grid = right.get("image_grid_thw", torch.empty(0))
-        assert torch.equal(ours.get("image_grid_thw", torch.empty(0)), grid)
+        if kind.startswith("gemma4"):  # transformers pads all images to as many patches
+            padding = (right["image_position_ids"] == -1).all(-1)
+            right = {name: values[~padding][None] for name, values in right.items()}
+        for name in ("pixel_values", "image_grid_thw", "image_position_ids"):
+            none = torch.empty(0)
+            assert torch.equal(ours.get(name, none), right.get(name, none)), (name, width, height)
+
+
+def test_rows_of_gemma4_are_those_of_transformers(models):
+    """In the shape that its processor finds, with as many rows as the model was trained for."""
+    of_row = 12 * 12  # pixels
+    pixels = {None: 70, 1: 70, 140 * of_row - 1: 70, 140 * of_row: 140, 600 * of_row: 560}
+    for max_pixels, most in (pixels | {10**9: 1120}).items():
+        family = family_of("gemma4", models, max_pixels)
+        for width, height in (*SHAPES, (900, 4), (3, 700), (1, 1), (2000, 30)):
+            cut = family.cut(picture(1, width, height))
+            size = get_aspect_ratio_preserving_size(height, width, 4, 9 * most, 3)
+            assert [*cut.tiles[0].shape] == [3, *size]
+            rows = size[0] * size[1] // of_row
+            assert cut.text == MARKS_BY_ID[261] + MARK * rows + MARKS_BY_ID[262]
+    settings = {"max_soft_tokens": 1120, "patch_size": 4}
+    family = type(family)(family.config, settings, MARKS_BY_ID.get, None)
+    rows = family.cut(picture(1)).text.count(MARK)
+    assert 140 < rows <= 280, "as there are 512 at most where no more are asked for"
 
 
 def text_of_tiles(kind, columns, rows, tile, whole):
@@ -680,7 +773,7 @@ def test_fewer_pixels_are_fewer_rows(kind, models, monkeypatch):
     assert few < some <= more <= all_rows
 
 
-@pytest.mark.parametrize("kind", ["internvl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["internvl", "qwen3_vl", "gemma4 experts"])
 def test_an_image_of_another_size_of_numbers(kind, models):
     """In bfloat16, where answers with drafts are those without, too."""
     folder, _ = models(kind)

@@ -414,6 +414,27 @@ def test_attention(isa, scene):
 
 
 @every_set
+def test_rows_of_an_image_see_none_behind_themselves_in_a_causal_layer(isa):
+    kernels, rng, start, rows, nodes = load(isa), random.Random(0), 60, 20, 9
+    stores = []
+    for count in (rows, nodes):
+        keys, values = number(2, 90, 8, seed=count), number(2, 90, 8, seed=-count)
+        stores.append((count, filled(kernels, keys, values, start)))
+    query = number(rows + nodes, 4, 8, seed=2)
+    _, tree = helpers.random_paths(rng, nodes, start)
+    paths, behind = [[]] * rows + tree, [start] * nodes
+    slots = [*range(start, start + rows), *(path[-1] for path in tree)]
+
+    def attended(prefix, **kind):
+        prefix += behind
+        return helpers.attend(kernels, stores, query, prefix, paths, 8**-0.5, slots, **kind)
+
+    causal = attended([*range(start + 1, start + rows + 1)])
+    assert torch.equal(attended([start + rows] * rows, causal=True), causal)
+    assert not torch.equal(attended([start + rows] * rows), causal)
+
+
+@every_set
 def test_wrong_attention_is_seen(isa):
     kernels, keys, values = load(isa), number(2, 90, 8), number(2, 90, 8, seed=1)
     store, query, scaling = filled(kernels, keys, values, 70), number(1, 4, 8, seed=2), 8**-0.5

@@ -18,7 +18,13 @@ TILED = {"max_image_size": {"longest_edge": 32}, "size": {"longest_edge": 96}}
 QWEN3 = {"hidden_size": 16, "intermediate_size": 24, "depth": 3, "num_heads": 2, "patch_size": 8}
 QWEN3 |= {"out_hidden_size": 32, "num_position_embeddings": 16}
 QWEN_PIXELS = {"patch_size": 8, "size": {"shortest_edge": 256, "longest_edge": 16 * 256}}
-# of each kind: the vision part, other fields of the configuration, and the image processor's
+GEMMA4 = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "standardize": True}
+GEMMA4 |= {"position_embedding_size": 256, "use_clipped_linears": True}
+MARKS_OF_GEMMA4 = {"boi_token_id": 261, "eoi_token_id": 262}
+SOUND = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+GEMMA4_PIXELS = {"patch_size": 4, "max_soft_tokens": 70}
+# of each kind, whose first word is the model's type: the vision part, other fields of the
+# configuration, and the image processor's
 KINDS = {
     "smolvlm": (SMALL, {"scale_factor": 2}, TILED),
     "idefics3": (SMALL, {"scale_factor": 2}, TILED),
@@ -37,6 +43,8 @@ KINDS = {
         {"mm_tokens_per_image": 4, "boi_token_index": 261, "eoi_token_index": 262},
         {"size": SQUARE},
     ),
+    "gemma4": (GEMMA4, MARKS_OF_GEMMA4 | {"audio_config": SOUND}, GEMMA4_PIXELS),
+    "gemma4 experts": (GEMMA4, MARKS_OF_GEMMA4, GEMMA4_PIXELS),
     "qwen2_5_vl": (
         SMALL
         | {"hidden_act": "silu", "depth": 2, "num_heads": 2, "out_hidden_size": 32}
@@ -82,8 +90,10 @@ def vision_folder(kind, toy_folder, folder, dtype=torch.float32):
     settings = PIXELS | processor
     (Path(folder) / "preprocessor_config.json").write_text(json.dumps(settings))
     torch.manual_seed(0)
-    model_class = CONFIG_MAPPING[kind]
+    model_class = CONFIG_MAPPING[kind.split()[0]]
     text = SIZES | TEXT.get(kind, {}) | {"vocab_size": len(tokenizer), "eos_token_id": 256}
+    if "vocab_size_per_layer_input" in text:
+        text["vocab_size_per_layer_input"] = len(tokenizer)
     text["model_type"] = model_class().get_text_config().model_type
     if kind.startswith("qwen"):
         fields = fields | {"vision_start_token_id": 260, "vision_end_token_id": 261}
@@ -104,6 +114,13 @@ def vision_folder(kind, toy_folder, folder, dtype=torch.float32):
     spread_out(model.lm_head)
     if "deepstack_visual_indexes" in vision:
         spread_out(model.model.visual.deepstack_merger_list)
+    if kind.startswith("gemma4"):
+        tower = model.model.vision_tower
+        torch.nn.init.normal_(tower.patch_embedder.position_embedding_table)
+        torch.nn.init.normal_(tower.std_bias)
+        for clipped in (part for part in tower.modules() if hasattr(part, "input_max")):
+            clipped.input_max.fill_(0.5)
+            clipped.output_min.fill_(-0.1)
     model.save_pretrained(folder)
     return model.eval()
 

@@ -53,13 +53,16 @@ class ImageRows(NamedTuple):
     `first`: the index of the first of these tokens. `rows`: `[n, d]`, as `Model.embedding` returns
     rows; `[n, (1 + k) * d]` where `Stack.deepstack` is k: behind such a row stands what is added
     after each of the first k layers. `key`: a large number that no other image's rows have.
-    `whole`: its rows see one another, so that one pass reads all of them that are left.
+    `whole`: its rows see one another, so that one pass reads all of them that are left. `token`:
+    whose row of the per-layer inputs' table they have (`PerLayerInputs`); None for the tokens that
+    they stand for.
     """
 
     first: int
     rows: torch.Tensor
     key: int
     whole: bool = False
+    token: int | None = None
 
     @property
     def end(self) -> int:

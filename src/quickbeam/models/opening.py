@@ -47,6 +47,8 @@ INEXACT = (
 )
 
 AnyCheckpoint = Checkpoint | AdaptedCheckpoint | GgufCheckpoint
+# where embeddings have a scale, most models' images have it, too; those of these have not
+UNSCALED = ("gemma3", "gemma4")
 # parameters that a generation config may give defaults of
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -154,8 +156,7 @@ def open_model(
     end_ids = eos_ids(generation, checkpoint.config, tokenizer) | known_eos_ids(tokenizer)
     images: ImageReader | None = None
     kind = checkpoint.config.whole_type
-    # where embeddings have a scale, most models' images have it, too; Gemma's have not
-    if kind in IMAGE_FAMILIES and (checkpoint.stack.scale == 1 or kind == "gemma3"):
+    if kind in IMAGE_FAMILIES and (checkpoint.stack.scale == 1 or kind in UNSCALED):
         images = ImageReader(
             checkpoint.path,
             kind,

@@ -118,7 +118,8 @@ class Attention:
     to the stream. `value_norm`: each head's value is normed, without a weight. `values_are_keys`:
     `qkv` has no values; values are the keys before norm and angles. `source`: the index of the
     layer whose keys and values are read; `qkv` has queries alone then. `bidirectional`: the rows
-    that a pass has of a sequence see one another.
+    that a pass has of a sequence see one another. `causal_images`: an image's rows see none behind
+    themselves here, though they do in other layers (`ImageRows.whole`).
     """
 
     qkv: Linear
@@ -144,6 +145,7 @@ class Attention:
     values_are_keys: bool = False
     source: int | None = None
     bidirectional: bool = False
+    causal_images: bool = False
 
     @property
     def value_dim(self) -> int:

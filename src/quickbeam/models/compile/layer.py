@@ -65,6 +65,7 @@ def _attend(c: StackCompiler, attention: Attention, i: int, source: Buffer) -> B
         attention.softcap,
         None if attention.sinks is None else c.parameters(attention.sinks),
         attention.bidirectional,
+        attention.causal_images,
     )
     if attention.gated:
         c.program.gate(

@@ -145,7 +145,7 @@ def muse_glimmer(config: Config) -> Stack:
 
 
 def gemma4(config: Config) -> Stack:
-    config.must("use_bidirectional_attention", "vision")  # then text alone is read as usual
+    config.must("use_bidirectional_attention", "vision")  # then an image's rows see one another
     config.ignore("expert_intermediate_size use_double_wide_mlp")  # the weights say it
     sharing = [i for i in range(config.num_hidden_layers) if _source(config, i) is not None]
     return decoder(
@@ -220,6 +220,7 @@ def _gemma4_attention(config: Config, i: int) -> Attention:
         value_norm=True,
         values_are_keys=values_are_keys and source is None,
         source=source,
+        causal_images=full,
     )
 
 

@@ -5,7 +5,8 @@
 // *order* says where it lives: page order / PAGE.
 //
 // A row sees the orders below its `prefix`, and then its `path`: orders of the draft tree, ancestors first, itself last. In a layer whose rows
-// see one another (`bidirectional`), which has no paths, it sees the orders below the prefix of its sequence's last row. What it sees stands at
+// see one another (`bidirectional`), which has no paths, it sees the orders below the prefix of its sequence's last row. In a layer that is
+// `causal`, a row without a path sees none behind its own order, though its prefix, of an image's row, may have some. What it sees stands at
 // positions 0, 1, 2, ... in that sequence, and every sum is taken by position: scores one by one, weights in lanes of position % 16, values
 // pair by pair of positions (2i, 2i + 1). So the bits depend on the tokens seen alone, wherever they live.
 #pragma once
@@ -99,6 +100,7 @@ struct AttentionShape {
   float scaling, softcap;  // softcap 0: none
   const float* sinks;      // [heads], or null
   bool bidirectional;      // rows of a sequence see one another; a window begins where the row's own prefix has it begin
+  bool causal;             // rows of an image see none behind themselves
 };
 
 // Rows of one sequence that share keys: the queries of a group of heads. Scratch is the tile's own.
@@ -156,7 +158,10 @@ class Attention {
   std::vector<Weight>& weights_;
   std::vector<float>& sums_;
 
-  int64_t prefix_of(const QueryTile& t, int64_t row) const { return batch_.prefix[shape_.bidirectional ? t.span->row + t.span->rows - 1 : row]; }
+  int64_t prefix_of(const QueryTile& t, int64_t row) const {
+    if (shape_.causal) return std::min(batch_.prefix[row], batch_.order[row] + 1);  // the prefix ends before the order of a row with a path
+    return batch_.prefix[shape_.bidirectional ? t.span->row + t.span->rows - 1 : row];
+  }
   int64_t path_length(int64_t row) const { return batch_.path_from[row + 1] - batch_.path_from[row]; }
   int64_t seen(const QueryTile& t, int64_t row) const { return prefix_of(t, row) + path_length(row); }
   // A window ends with the row itself, also where the row sees later ones of an image.

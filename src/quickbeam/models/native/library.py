@@ -34,7 +34,7 @@ from quickbeam.models.native.choice import KernelRequest
 
 logger = logging.getLogger(__name__)
 
-VERSION = 28
+VERSION = 29
 EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, SELECTED, EXPERTS, RECUR = range(9)
 GATE, LATENT, REORDER, CONVOLVE, ADD_ROWS = range(9, 14)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
@@ -122,7 +122,7 @@ class Op(Structure):
         *_fields(
             c_int32, "activation centred interleaved norm_last value_norm values_are_keys borrowed"
         ),
-        ("bidirectional", c_int32),
+        *_fields(c_int32, "bidirectional causal"),
         ("experts", c_void_p),
         *_fields(c_int64, "first_expert last_expert"),
         ("grid", c_void_p),

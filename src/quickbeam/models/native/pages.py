@@ -114,6 +114,9 @@ class PagedStore(SequenceCache):
         seen: list[int] | range = range(start + 1, start + n + 1)
         for image in images:
             rows.embedded[len(rows) + image.first] = image.rows.float()
+            if image.token is not None:
+                tokens = [*tokens]
+                tokens[image.first : image.end] = [image.token] * len(image.rows)
             if image.whole:
                 seen = [*seen]
                 seen[image.first : image.end] = [start + image.end] * len(image.rows)

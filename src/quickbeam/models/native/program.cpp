@@ -55,6 +55,7 @@ struct Op {
   int32_t values_are_keys;                  // of HEADS: values are what keys are made of, and not in the source
   int32_t borrowed;                         // of HEADS: only queries; keys and values are another layer's
   int32_t bidirectional;                    // of ATTEND: the rows of a sequence see one another
+  int32_t causal;                           // of ATTEND: the rows of an image do not
   Experts* experts;                         // of EXPERTS, whose scores are in `key`, routes in `value`, inner numbers in `best`
   int64_t first_expert, last_expert;        // only these, the last excluded; -1 first: the first one, with routes made and the target cleared
   const uint8_t* grid;                      // of EMBED: of the weight's format (`blocks.h`), null for none
@@ -638,10 +639,10 @@ class Worker {
 
   template <class T>
   void attend_in(const Op& op, std::vector<typename Reads<T>::X>& weights) {
-    const AttentionShape shape{kv_of(op), op.heads, op.window, op.scaling, op.softcap, op.sinks, op.bidirectional != 0};
+    const AttentionShape shape{kv_of(op), op.heads, op.window, op.scaling, op.softcap, op.sinks, op.bidirectional != 0, op.causal != 0};
     Attention<T> attention(shape, batch_, at<T>(op.source), at<T>(op.target), scratch_.scores, weights, scratch_.sums);
     const bool fresh = !planned_ || planned_->window != op.window || planned_->heads != op.heads || planned_->kv_heads != op.kv_heads ||
-                       planned_->bidirectional != op.bidirectional;
+                       planned_->bidirectional != op.bidirectional || planned_->causal != op.causal;
     planned_ = &op;
     attention.run(thread_, threads_, fresh, [this] { wait_for_all(); }, scratch_.tiles, scratch_.waves);
   }
@@ -656,7 +657,7 @@ class Worker {
 #endif
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-QB_API int64_t qb_version() { return 28; }
+QB_API int64_t qb_version() { return 29; }
 QB_API int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 QB_API int64_t qb_page() { return qb::PAGE; }
 

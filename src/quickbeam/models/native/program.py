@@ -460,12 +460,14 @@ class Program:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         bidirectional: bool = False,
+        causal: bool = False,
     ) -> None:
         """Attention of every row over what it sees.
 
         It follows `heads` or `latent` of the same layer. `window`: how many of the last tokens
         count, None for all. `softcap`: None for none. `sinks`: `[heads]`. `bidirectional`: rows of
         a sequence see one another, and have no paths; windows begin where they do without that.
+        `causal`: rows of an image see none behind themselves, whatever their prefix.
         """
         self._append(
             library.ATTEND,
@@ -478,6 +480,7 @@ class Program:
             softcap=softcap,
             sinks=in_float32(sinks),
             bidirectional=bidirectional,
+            causal=causal,
         )
 
     def experts(

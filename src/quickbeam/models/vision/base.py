@@ -48,12 +48,14 @@ class ImageFamily(ABC):
     token id to text. `max_pixels`: how many of an image's pixels are read at most, as far as the
     model can read fewer; None for those of `MAX_ROWS` rows. `mark`: the token that an image's rows
     stand for, as text. `rows_see_all`: whether an image's rows see those behind them, too.
+    `rows_token`: as `token` of `ImageRows`.
     """
 
     resample = BICUBIC
     mean: Sequence[float] = CLIP_MEAN
     std: Sequence[float] = CLIP_STD
     rows_see_all = False
+    rows_token: int | None = None
 
     def __init__(
         self,
@@ -100,11 +102,14 @@ class ImageFamily(ABC):
 
     def normalised(self, image: Any) -> torch.Tensor:
         """Return an image's pixels less their mean, by their deviation, `[3, height, width]`."""
+        mean = torch.tensor(self.setting("image_mean", self.mean))
+        std = torch.tensor(self.setting("image_std", self.std))
+        return (self.scaled(image) - mean[:, None, None]) / std[:, None, None]
+
+    def scaled(self, image: Any) -> torch.Tensor:
+        """Return an image's pixels, most often from 0 to 1, `[3, height, width]` float32."""
         pixels = np.asarray(image, np.float64) * self.setting("rescale_factor", 1 / 255)
-        mean = np.array(self.setting("image_mean", self.mean), np.float32)
-        std = np.array(self.setting("image_std", self.std), np.float32)
-        normalised = (pixels.astype(np.float32) - mean) / std
-        return torch.from_numpy(normalised.transpose(2, 0, 1).copy())
+        return torch.from_numpy(pixels.astype(np.float32).transpose(2, 0, 1).copy())
 
 
 def size_in_squares(
@@ -123,6 +128,13 @@ def size_in_squares(
         stretch = sqrt(least / pixels)
         width, height = (ceil(length * stretch / side) * side for length in size)
     return width, height
+
+
+def patches_of(tile: torch.Tensor, side: int) -> torch.Tensor:
+    """Return the patches of a tile `[3, height, width]`, row by row: `[patches, side² * 3]`."""
+    channels, height, width = tile.shape
+    patches = tile.view(channels, height // side, side, width // side, side)
+    return patches.permute(1, 3, 2, 4, 0).reshape(-1, side * side * channels)
 
 
 def cut_up(image: Any, grid: Grid) -> list[Any]:

@@ -15,6 +15,7 @@ from quickbeam.models.vision.base import (
     ImageFamily,
     closest_grid,
     cut_up,
+    patches_of,
     size_in_squares,
 )
 
@@ -61,7 +62,7 @@ class Lfm2VL(ImageFamily):
         return CutImage(tiles, text + END)
 
     def features(self, tower: Any, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
-        patches = [self._patches(tile) for tile in tiles]
+        patches = [patches_of(tile, self._patch) for tile in tiles]
         most = max(map(len, patches))
         masks = [torch.arange(most, device=one.device) < len(one) for one in patches]
         shapes = [[tile.shape[1] // self._patch, tile.shape[2] // self._patch] for tile in tiles]
@@ -85,10 +86,3 @@ class Lfm2VL(ImageFamily):
         width, height = (max(self._patch, round(length / side) * side) for length in size)
         most = self.setting("max_image_tokens", 256) * self.setting("max_pixels_tolerance", 2.0)
         return bool(width * height > most * side * side)
-
-    def _patches(self, tile: torch.Tensor) -> torch.Tensor:
-        """Return a tile's patches, `[patches, pixels * 3]`, row by row."""
-        channels, height, width = tile.shape
-        side = self._patch
-        patches = tile.view(channels, height // side, side, width // side, side)
-        return patches.permute(1, 3, 2, 4, 0).reshape(-1, side * side * channels)

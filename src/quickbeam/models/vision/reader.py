@@ -14,6 +14,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.base import ImageRows
 from quickbeam.models.vision.base import CutImage, Grid, ImageFamily
 from quickbeam.models.vision.gemma3 import Gemma3
+from quickbeam.models.vision.gemma4 import Gemma4
 from quickbeam.models.vision.idefics3 import Idefics3
 from quickbeam.models.vision.image import PromptImage, check_total
 from quickbeam.models.vision.internvl import InternVL
@@ -26,6 +27,7 @@ from quickbeam.models.weights.checkpoint import read_json
 
 IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {  # by the whole model's model_type
     "gemma3": Gemma3,
+    "gemma4": Gemma4,
     "idefics3": Idefics3,
     "internvl": InternVL,
     "lfm2_vl": Lfm2VL,
@@ -40,7 +42,8 @@ IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {  # by the whole model's model_t
 }
 # whose images PyTorch's passes don't read
 NATIVE_ALONE = (
-    *("gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+    *("gemma3", "gemma4", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe"),
+    *("qwen3_vl", "qwen3_vl_moe"),
 )
 CACHED_BYTES = 64 << 20  # of rows that are kept for images that come again
 KEY_BITS = 32  # of a row's index in the key of an image
@@ -241,6 +244,7 @@ class ImageReader:
                         rows=each.rows[run.start : run.stop],
                         key=(int.from_bytes(image.digest, "big") << KEY_BITS) + run.start + 1,
                         whole=self._family.rows_see_all,
+                        token=self._family.rows_token,
                     )
                 )
             first += count

@@ -26,6 +26,10 @@ def load_tower(folder: Path, config: Any, dtype: torch.dtype, device: torch.devi
     text.num_hidden_layers = 0  # so that none of its weights but the embedding are read
     if getattr(text, "layer_types", None):
         text.layer_types = []
+    if getattr(text, "hidden_size_per_layer_input", 0):  # their table is as wide as all layers
+        text.hidden_size_per_layer_input = 0
+    if getattr(config, "audio_config", None) is not None:  # what reads sound
+        config.audio_config = None
     if hasattr(config, "quantization_config"):  # most often of the language part alone
         del config.quantization_config
     try:
