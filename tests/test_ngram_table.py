@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch_file
 
 from cases import refuses
 from quickbeam import LLM, SamplingParams, hub
@@ -129,6 +130,12 @@ DAMAGE = {
     "floats": lambda arrays, metadata: arrays.update(keys=arrays["keys"].astype(np.float64)),
     "fewer starts": lambda arrays, metadata: arrays.update(starts=arrays["starts"][:-1]),
     "falling starts": lambda arrays, metadata: arrays["starts"].__setitem__(1, 2**30),
+    "starts that overflow": lambda arrays, metadata: arrays["starts"].__setitem__(
+        slice(1, 3), [2_000_000_000, -294_967_296]
+    ),
+    "too many tokens": lambda arrays, metadata: arrays.update(
+        keys=arrays["keys"][:1], starts=arrays["starts"][[0, -1]]
+    ),
     "fewer tokens": lambda arrays, metadata: arrays.update(tokens=arrays["tokens"][:-1]),
     "a token beyond": lambda arrays, metadata: arrays["tokens"].__setitem__(0, VOCAB),
     "nan": lambda arrays, metadata: arrays["probs"].__setitem__(0, np.nan),
@@ -142,6 +149,9 @@ def test_a_damaged_table_is_refused(tmp_path, how):
     metadata = {"kind": "quickbeam n-grams", "vocab": str(VOCAB), "text": "9"}
     DAMAGE[how](arrays, metadata)
     save_file(arrays, tmp_path / TABLE, metadata)
+    refuses("is no table of n-grams", NgramTable.load, tmp_path, VOCAB)
+    half = {name: torch.from_numpy(array).bfloat16() for name, array in arrays.items()}
+    save_torch_file(half, tmp_path / TABLE, metadata)
     refuses("is no table of n-grams", NgramTable.load, tmp_path, VOCAB)
     (tmp_path / TABLE).write_bytes(b"\x10" * 20)
     refuses("is no table of n-grams", NgramTable.load, tmp_path, VOCAB)

@@ -138,7 +138,7 @@ class NgramTable:
                     keys, starts, tokens, probs, int(metadata["vocab"]), int(metadata["text"])
                 )
                 table._check()
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
+        except Exception as error:  # of any kind, by what the file holds
             raise InvalidInput(f"{path} is no table of n-grams ({error}): remove it") from error
         if table.vocab != vocab:
             raise InvalidInput(
@@ -156,7 +156,8 @@ class NgramTable:
         fits = all(array.ndim == 1 for array in arrays)
         fits = fits and len(self._starts) == len(self._keys) + 1
         fits = fits and len(self._tokens) == len(self._probs) == self._starts[-1]
-        if not fits or self._starts[0] or (np.diff(self._starts) < 1).any():
+        counts = np.diff(self._starts.astype(np.int64))  # of int32, a difference may overflow
+        if not fits or self._starts[0] or ((counts < 1) | (counts > KEPT)).any():
             raise ValueError("its arrays do not fit together")
         if len(self._tokens) and not 0 <= self._tokens.min() <= self._tokens.max() < self.vocab:
             raise ValueError("it has tokens beyond its vocabulary")
