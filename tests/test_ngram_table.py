@@ -1,6 +1,7 @@
 """N-grams of text that a model wrote itself: their probabilities, their file, drafts from them."""
 
 import random
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 
@@ -105,6 +106,26 @@ def test_the_longest_known_context_counts():
     assert NgramTable.of([], VOCAB).after([1]) is None
     keys = {context_key(ids) for ids in ([0], [0, 0], [0, 0, 0], [1], [0, 1], [1, 0])}
     assert len(keys) == 6
+
+
+def test_of_equally_likely_tokens_the_smaller_one_comes_first():
+    """Whichever came first, also where the shorter context has only one of them."""
+    made = [[5, 9], [5, 2], [5, 7], [5, 7]]
+    assert NgramTable.of(made, VOCAB).after([5]).tokens.tolist() == [7, 2, 9]
+    assert NgramTable.of([], VOCAB).after([5]) is None
+    assert NgramTable.of([[], [5]], VOCAB).text == 1
+
+
+def test_a_table_of_much_text_takes_little_memory():
+    """Dictionaries of counts took 800 bytes a token."""
+    tokens = 20_000
+    text = np.random.default_rng(0).zipf(1.3, tokens) % 30_000
+    tracemalloc.start()
+    try:
+        NgramTable.of(np.array_split(text, 50), 30_000)
+        assert tracemalloc.get_traced_memory()[1] < 500 * tokens
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path):

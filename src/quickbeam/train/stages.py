@@ -146,7 +146,7 @@ class TextStage:
         """Write what the n-grams of all text say of the next token. It drafts from then on."""
         there = existing_text(self.plan)
         if there is not None:
-            texts = [conversation.tokens.tolist() for conversation in there]
+            texts = [conversation.tokens.numpy() for conversation in there]
             NgramTable.of(texts, self._model.vocab_size).save(self.plan.folder)
 
     def _add_given(self, path: Path, tokens: int) -> None:
