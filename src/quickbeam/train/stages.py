@@ -82,10 +82,10 @@ class TextStage:
         """Write conversations until there are `tokens` tokens of text, or all prompts are answered.
 
         A part of the text is what the user gives (`Plan.given`). `states` gets the hidden states of
-        what is written. `report` is called after every
-        pass with the number of tokens, those of conversations that are not complete yet included,
-        and the tokens per second. What is complete stays when it is interrupted, and a prompt that
-        it answers is not answered again. Raises `QuickbeamError` if the text can't be written.
+        what is written. `report` is called after every pass with the number of tokens, those of
+        conversations that are not complete yet included, and the tokens per second. What is
+        complete stays when it is interrupted, and a prompt that it answers is not answered again.
+        Raises `QuickbeamError` if the text can't be written.
         """
         plan = self.plan
         if plan.given is not None and self.tokens() < tokens:
