@@ -49,18 +49,21 @@ def existing_text(plan: Plan) -> Shards | None:
 def planned(plan: Plan, rates: Rates) -> Plan:
     """Return the plan with the tokens that `minutes` allows at these rates, where it is given.
 
-    An earlier run for as many minutes has chosen already, in `plan.json`.
+    An earlier run for as many minutes has chosen already, in `plan.json`, unless one of both only
+    writes text, which takes less time.
     """
     if plan.minutes is None:
         return plan
     path = plan.folder / "plan.json"
+    trains = math.isfinite(rates.train)
     if path.is_file():
         earlier = json.loads(path.read_text())
-        if earlier["minutes"] == plan.minutes:
+        if (earlier["minutes"], earlier.get("trains", True)) == (plan.minutes, trains):
             return replace(plan, tokens=earlier["tokens"])
     tokens = max(LEAST_TOKENS, int(60 * plan.minutes * plan.tokens / sum(rates.seconds(plan))))
     plan.folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"minutes": plan.minutes, "tokens": tokens}) + "\n")
+    chosen = {"minutes": plan.minutes, "trains": trains, "tokens": tokens}
+    path.write_text(json.dumps(chosen) + "\n")
     return replace(plan, tokens=tokens)
 
 
