@@ -405,7 +405,7 @@ class Writer:
                         dialogue.add_hidden(sequence.method.rows(), len(sequence.ids) - 1)
                     del running[sequence]
                     if not dialogue.over:
-                        running[engine.add(self._turn(dialogue))] = dialogue
+                        running[engine.add(self._request_of_turn(dialogue))] = dialogue
                         continue
                     done += 1
                     if done % self._slots == 0:
@@ -447,7 +447,7 @@ class Writer:
         dialogue.append(token_ids[-1])
         return self._source.end_turn(dialogue)
 
-    def _turn(self, dialogue: Dialogue) -> Request:
+    def _request_of_turn(self, dialogue: Dialogue) -> Request:
         """Return the request of a turn."""
         params = SamplingParams(
             max_tokens=self._recipe.length - len(dialogue.tokens),
@@ -472,7 +472,7 @@ class Writer:
             if dialogue.tokens[: len(self._opening)] == self._opening:
                 dialogue.hidden = self._opening_hidden
             if len(dialogue.tokens) < self._recipe.length:
-                running[engine.add(self._turn(dialogue))] = dialogue
+                running[engine.add(self._request_of_turn(dialogue))] = dialogue
 
     def _enough(self, running: Iterable[Dialogue]) -> bool:
         """Return whether the conversations so far likely come to the tokens that are asked for.
