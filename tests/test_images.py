@@ -555,6 +555,18 @@ def test_a_gemma4_without_a_vision_tower(models, tmp_path):
         refuses("no vision_config", llm.chat, asked(picture(1)))
 
 
+@pytest.mark.parametrize("token", [None, -1, 10**6])
+def test_a_padding_token_that_is_none(token, models, tmp_path):
+    """Its row of the per-layer inputs would be read from outside their table."""
+    folder, _ = models("gemma4")
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    shutil.copytree(folder, tmp_path / "model")
+    configure(tmp_path / "model", text_config=text | {"pad_token_id": token})
+    with LLM(str(tmp_path / "model"), "ar", dtype="float32") as llm:
+        assert llm.chat("abc", GREEDY).token_ids
+        refuses(f"pad_token_id {token}, .* must be 0 to", llm.chat, asked(picture(1)))
+
+
 def test_the_fingerprint_tells_how_much_of_an_image_is_read(models):
     folder, _ = models("smolvlm")
     prints = set()

@@ -1,6 +1,7 @@
 """N-grams of text that a model wrote itself: their probabilities, their file, drafts from them."""
 
 import random
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch_file
 
 from cases import refuses
 from quickbeam import LLM, SamplingParams, hub
@@ -106,6 +108,26 @@ def test_the_longest_known_context_counts():
     assert len(keys) == 6
 
 
+def test_of_equally_likely_tokens_the_smaller_one_comes_first():
+    """Whichever came first, also where the shorter context has only one of them."""
+    made = [[5, 9], [5, 2], [5, 7], [5, 7]]
+    assert NgramTable.of(made, VOCAB).after([5]).tokens.tolist() == [7, 2, 9]
+    assert NgramTable.of([], VOCAB).after([5]) is None
+    assert NgramTable.of([[], [5]], VOCAB).text == 1
+
+
+def test_a_table_of_much_text_takes_little_memory():
+    """Dictionaries of counts took 800 bytes a token."""
+    tokens = 20_000
+    text = np.random.default_rng(0).zipf(1.3, tokens) % 30_000
+    tracemalloc.start()
+    try:
+        NgramTable.of(np.array_split(text, 50), 30_000)
+        assert tracemalloc.get_traced_memory()[1] < 500 * tokens
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_table_is_read_as_it_was_written(tmp_path):
     made = texts(20)
     table = NgramTable.of(made, VOCAB)
@@ -129,6 +151,12 @@ DAMAGE = {
     "floats": lambda arrays, metadata: arrays.update(keys=arrays["keys"].astype(np.float64)),
     "fewer starts": lambda arrays, metadata: arrays.update(starts=arrays["starts"][:-1]),
     "falling starts": lambda arrays, metadata: arrays["starts"].__setitem__(1, 2**30),
+    "starts that overflow": lambda arrays, metadata: arrays["starts"].__setitem__(
+        slice(1, 3), [2_000_000_000, -294_967_296]
+    ),
+    "too many tokens": lambda arrays, metadata: arrays.update(
+        keys=arrays["keys"][:1], starts=arrays["starts"][[0, -1]]
+    ),
     "fewer tokens": lambda arrays, metadata: arrays.update(tokens=arrays["tokens"][:-1]),
     "a token beyond": lambda arrays, metadata: arrays["tokens"].__setitem__(0, VOCAB),
     "nan": lambda arrays, metadata: arrays["probs"].__setitem__(0, np.nan),
@@ -142,6 +170,9 @@ def test_a_damaged_table_is_refused(tmp_path, how):
     metadata = {"kind": "quickbeam n-grams", "vocab": str(VOCAB), "text": "9"}
     DAMAGE[how](arrays, metadata)
     save_file(arrays, tmp_path / TABLE, metadata)
+    refuses("is no table of n-grams", NgramTable.load, tmp_path, VOCAB)
+    half = {name: torch.from_numpy(array).bfloat16() for name, array in arrays.items()}
+    save_torch_file(half, tmp_path / TABLE, metadata)
     refuses("is no table of n-grams", NgramTable.load, tmp_path, VOCAB)
     (tmp_path / TABLE).write_bytes(b"\x10" * 20)
     refuses("is no table of n-grams", NgramTable.load, tmp_path, VOCAB)

@@ -13,7 +13,7 @@ from quickbeam.train.block import BlockTraining, new_block_network
 from quickbeam.train.muon import Muon
 from quickbeam.train.shards import collate
 from quickbeam.train.target import StateCache, StateFiles
-from quickbeam.train.trainer import Trainer
+from quickbeam.train.trainer import HIDDEN_FOLDER, Trainer
 from test_train_block import CONFIG, SMALL, frozen, model, own_text
 from test_train_shortlist import written
 
@@ -25,10 +25,11 @@ def target(device="cpu"):
     return frozen(model().to(device), (*CONFIG.aux_layers, 3))
 
 
-def trainer(folder, of):
-    written(folder / "text", own_text(model(), 20))
+def trainer(folder, of, states=None):
+    text, out = folder / "text", folder / "out"
+    written(text, own_text(model(), 20))
     drafter = BlockTraining(new_block_network(CONFIG, of, 0), SMALL.spacing)
-    return Trainer(drafter, of, folder / "text", SMALL, 10**6, folder / "out", 1e9, 1e9)
+    return Trainer(drafter, of, text, SMALL, 10**6, out, 1e9, 1e9, states=states)
 
 
 def test_a_step_asks_nothing_of_what_the_device_computed(tmp_path, monkeypatch):
@@ -103,6 +104,22 @@ def test_hidden_states_of_another_target_are_not_taken(tmp_path):
     ):
         right = of.read(texts).hidden
         assert torch.equal(StateCache.of(of, tmp_path).read(texts).hidden, right)
+
+
+def test_a_new_training_takes_what_was_recorded_before_it_began(tmp_path, monkeypatch):
+    """What it reads itself it keeps beside that, and what another target left goes."""
+    of, reads, hidden = target(), list[int](), tmp_path / "out" / HIDDEN_FOLDER
+    StateCache.of(frozen(model(), (1, 3)), hidden).read(collate(own_text(model(), 2)))
+    states = StateCache.of(of, hidden)
+    for one in own_text(model(), 20)[1:]:
+        states.add(one.tokens, of.read(collate([one])).hidden[0, :-1])
+    run = trainer(tmp_path, of, states)
+    before(monkeypatch, of, "read", lambda batch: reads.append(len(batch.tokens)))
+    first = collate([run.shards[0]])
+    for batch in (first, first, collate(run.shards[1:])):
+        states.read(batch)
+    assert reads == [1]
+    assert [one.name for one in hidden.iterdir()] == [of.digest()]
 
 
 @pytest.mark.parametrize("where", KEPT)

@@ -1,6 +1,7 @@
 """Training a feature drafter: its rows, its start, its file, the command."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -354,6 +355,12 @@ def test_minutes_choose_the_tokens_once(tmp_path):
     assert sum(rates.seconds(chosen)) == pytest.approx(600, rel=0.01)
     assert rates.seconds(chosen, chosen.tokens)[:2] == (0, chosen.tokens / 200)  # text is there
     assert planned(plan, Rates(1, 1, 1)) == chosen
+    text_alone = planned(plan, Rates(100, math.inf, math.inf))
+    assert text_alone.tokens == 60_000, "which takes less time than a drafter"
+    assert planned(plan, rates) == chosen, "and a drafter takes more"
+    half = replace(plan, tokens=1000, given=tmp_path, own=0.5)
+    assert rates.seconds(half, 500)[:2] == (250 / 100, 750 / 200), "half of it is given, too"
+    assert rates._replace(records=False).seconds(half)[:2] == (500 / 100, 1000 / 200)
     assert planned(replace(plan, minutes=None), rates).tokens == plan.tokens
 
 

@@ -3,12 +3,13 @@
 import copy
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PhiConfig
 
-from cases import refuses
+from cases import before, refuses
 from quickbeam.cli import train
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import Scheduler
@@ -105,6 +106,24 @@ def test_hidden_states_of_what_is_written_are_those_that_are_read(chat, pages, m
             turns_of.append(int(one.answer.int().diff().clamp(min=0).sum()))
     assert len(turns_of) == 24
     assert preempted if pages else sum(turns > 1 for turns in turns_of) > 3
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_all_conversations_begin_with_is_recorded_too(chat, asked, monkeypatch):
+    """The template's words or a system prompt, which the prefix cache has for all but the first."""
+    said = (chat.template.begin * 99)[:70]
+    monkeypatch.setattr(chat, "template", replace(chat.template, begin=said))
+    prompts = [said + chat.encode(f"say {i}") + chat.template.reply for i in range(12)]
+    target = opened(copy.deepcopy(chat.model))
+    of = FrozenTarget(target.loaded.model, target.parameters, target.stack, (1, 2))
+    states = StateCache(of, {}, 1 << 30)
+    how = dict(made=target.loaded.model, states=states, length=200)
+    written = list(itertools.islice(chat.writer(prompts if asked else None, **how), 12))
+    right = [of.read(collate([one])).hidden for one in written]
+    before(monkeypatch, of, "read", lambda batch: pytest.fail("it was not recorded"))
+    for one, hidden in zip(written, right, strict=True):
+        recorded = states.read(collate([one])).hidden
+        torch.testing.assert_close(recorded[:, :-1], hidden[:, :-1], rtol=1e-4, atol=1e-4)
 
 
 def turns(chat, ids):

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ ORDER = 3  # tokens of the longest contexts
 KEPT = 8  # tokens that are kept after a context, of at least this probability:
 LEAST = 0.02
 TOKEN_BITS = 21  # of a token in a key
+CONTEXTS = 1 << 16  # whose rows are made at once, for the sake of memory
 
 Ints = npt.NDArray[np.int64]
 
@@ -58,29 +59,37 @@ class NgramTable:
         self.text = text
 
     @staticmethod
-    def of(texts: Sequence[Sequence[int]], vocab: int) -> NgramTable:
+    def of(texts: Sequence[npt.ArrayLike], vocab: int) -> NgramTable:
         """Make the table of texts, each token ids below `vocab`."""
-        counts = _counts(texts)
-        rows = dict[int, dict[int, float]]()  # by context, the probabilities of what follows
-        for order, contexts in enumerate(counts, 1):
-            for key, following in contexts.items():
-                shorter = _without_first(key, order)
-                if order > 1 and following == counts[order - 2][shorter]:
-                    continue  # the shorter context occurs nowhere else, so it says the same
-                length = order - 1
-                while length and shorter not in rows:
-                    shorter = _without_first(shorter, length)
-                    length -= 1
-                rows[key] = _likeliest(following, rows.get(shorter, {}))
-        keys = sorted(rows)
-        ends = np.cumsum([0, *(len(rows[key]) for key in keys)])
+        arrays = [np.zeros(0, np.int64), *(np.asarray(text, np.int64) for text in texts)]
+        text = np.concatenate(arrays)
+        position = np.concatenate([np.arange(len(array)) for array in arrays])
+        rows = Rows.of_empty_context()
+        # of the shorter contexts, at first the empty one: keys, how often they occur, their rows
+        keys = np.zeros(1, np.int64)
+        totals = np.full(1, -1)
+        row_of = np.zeros(1, np.int64)
+        for order in range(1, ORDER + 1):
+            followers = Followers.of(text, position, order)
+            shorter = keys.searchsorted(_without_first(followers.keys, order))
+            # a context that occurs as often as the shorter one says the same
+            differs = followers.totals != totals[shorter]
+            parents = row_of[shorter]
+            row_of = parents.copy()
+            row_of[differs] = len(rows.keys) + np.arange(differs.sum())
+            rows = rows.with_contexts(followers, np.flatnonzero(differs), parents[differs])
+            keys = followers.keys
+            totals = followers.totals
+        in_order = np.argsort(rows.keys)[1:]  # without the empty context
+        sizes = rows.sizes[in_order]
+        entries = _entries(rows.starts[in_order], sizes)
         return NgramTable(
-            np.array(keys, np.int64),
-            ends.astype(np.int32),
-            np.array([token for key in keys for token in rows[key]], np.int32),
-            np.array([prob for key in keys for prob in rows[key].values()], np.float32),
+            rows.keys[in_order],
+            np.append(0, sizes.cumsum()).astype(np.int32),
+            rows.tokens[entries].astype(np.int32),
+            rows.probs[entries].astype(np.float32),
             vocab,
-            sum(map(len, texts)),
+            len(text),
         )
 
     def after(self, ids: Sequence[int]) -> Successors | None:
@@ -138,7 +147,7 @@ class NgramTable:
                     keys, starts, tokens, probs, int(metadata["vocab"]), int(metadata["text"])
                 )
                 table._check()
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
+        except Exception as error:  # of any kind, by what the file holds
             raise InvalidInput(f"{path} is no table of n-grams ({error}): remove it") from error
         if table.vocab != vocab:
             raise InvalidInput(
@@ -156,7 +165,8 @@ class NgramTable:
         fits = all(array.ndim == 1 for array in arrays)
         fits = fits and len(self._starts) == len(self._keys) + 1
         fits = fits and len(self._tokens) == len(self._probs) == self._starts[-1]
-        if not fits or self._starts[0] or (np.diff(self._starts) < 1).any():
+        counts = np.diff(self._starts.astype(np.int64))  # of int32, a difference may overflow
+        if not fits or self._starts[0] or ((counts < 1) | (counts > KEPT)).any():
             raise ValueError("its arrays do not fit together")
         if len(self._tokens) and not 0 <= self._tokens.min() <= self._tokens.max() < self.vocab:
             raise ValueError("it has tokens beyond its vocabulary")
@@ -172,31 +182,132 @@ def context_key(ids: Sequence[int]) -> int:
     return key
 
 
-def _counts(texts: Sequence[Sequence[int]]) -> list[dict[int, dict[int, int]]]:
-    """Return how often which tokens followed each context, for contexts of 1 to `ORDER` tokens."""
-    counts = [dict[int, dict[int, int]]() for _ in range(ORDER)]
-    for text in texts:
-        for end in range(1, len(text)):
-            for order in range(1, min(ORDER, end) + 1):
-                key = context_key(text[end - order : end])
-                following = counts[order - 1].setdefault(key, {})
-                following[text[end]] = following.get(text[end], 0) + 1
-    return counts
+class Followers(NamedTuple):
+    """What followed the contexts of one length in a text.
 
-
-def _without_first(key: int, order: int) -> int:
-    """Return the key of a context of `order` tokens without the first one."""
-    return key & (1 << TOKEN_BITS * (order - 1)) - 1
-
-
-def _likeliest(following: dict[int, int], shorter: dict[int, float]) -> dict[int, float]:
-    """Return the likeliest tokens after a context and their probabilities, the likeliest first.
-
-    `following`: how often each token followed. `shorter`: probabilities after the shorter context.
+    `keys`: of the contexts, `[c]`, in rising order. `totals`: how often each occurs, `[c]`.
+    `starts`, `sizes`: where the different tokens that followed each begin, and how many they are,
+    `[c]`. `tokens`, `counts`: these tokens, and how often each followed, `[n]`.
     """
-    total = sum(following.values()) + len(following)
-    probs = {token: len(following) / total * prob for token, prob in shorter.items()}
-    for token, count in following.items():
-        probs[token] = probs.get(token, 0.0) + count / total
-    ranked = sorted(probs.items(), key=lambda item: -item[1])[:KEPT]
-    return dict([ranked[0], *(item for item in ranked[1:] if item[1] >= LEAST)])
+
+    keys: Ints
+    totals: Ints
+    starts: Ints
+    sizes: Ints
+    tokens: Ints
+    counts: Ints
+
+    @staticmethod
+    def of(text: Ints, position: Ints, order: int) -> Followers:
+        """Count what followed contexts of `order` tokens.
+
+        `text`: all texts, one behind the other. `position`: of each token in its own text.
+        """
+        ends = np.flatnonzero(position >= order)
+        keys = np.zeros(len(ends), np.int64)
+        for before in range(order, 0, -1):
+            keys = keys << TOKEN_BITS | text[ends - before] + 1
+        tokens = text[ends]
+        in_order = np.lexsort((tokens, keys))
+        keys = keys[in_order]
+        tokens = tokens[in_order]
+        new_key = np.diff(keys, prepend=-1) != 0
+        first = np.flatnonzero(new_key | (np.diff(tokens, prepend=-1) != 0))
+        starts = np.flatnonzero(new_key[first])
+        contexts = first[starts]
+        return Followers(
+            keys=keys[contexts],
+            totals=np.diff(contexts, append=len(keys)),
+            starts=starts,
+            sizes=np.diff(starts, append=len(first)),
+            tokens=tokens[first],
+            counts=np.diff(first, append=len(keys)),
+        )
+
+
+class Rows(NamedTuple):
+    """The likeliest tokens after contexts, by row.
+
+    `keys`: of the contexts, `[r]`. `starts`, `sizes`: where the tokens of each begin, and how many
+    they are, `[r]`. `tokens`, `probs`: these tokens, the likeliest of a row first, `[n]`.
+    """
+
+    keys: Ints
+    starts: Ints
+    sizes: Ints
+    tokens: Ints
+    probs: npt.NDArray[np.float64]
+
+    @staticmethod
+    def of_empty_context() -> Rows:
+        """Return one row without any tokens."""
+        nothing = np.zeros(0, np.int64)
+        zero = np.zeros(1, np.int64)
+        return Rows(zero, zero, zero, nothing, np.zeros(0))
+
+    def with_contexts(self, followers: Followers, contexts: Ints, parents: Ints) -> Rows:
+        """Return these rows and, behind them, those of some of the contexts of `followers`.
+
+        `parents`: the rows of their shorter contexts.
+        """
+        sizes, tokens, probs = [self.sizes], [self.tokens], [self.probs]
+        for begin in range(0, len(contexts), CONTEXTS):
+            part = slice(begin, begin + CONTEXTS)
+            row, row_tokens, row_probs = self._likeliest(followers, contexts[part], parents[part])
+            sizes.append(np.bincount(row, minlength=len(contexts[part])))
+            tokens.append(row_tokens)
+            probs.append(row_probs)
+        all_sizes = np.concatenate(sizes)
+        return Rows(
+            keys=np.append(self.keys, followers.keys[contexts]),
+            starts=all_sizes.cumsum() - all_sizes,
+            sizes=all_sizes,
+            tokens=np.concatenate(tokens),
+            probs=np.concatenate(probs),
+        )
+
+    def _likeliest(
+        self, followers: Followers, contexts: Ints, parents: Ints
+    ) -> tuple[Ints, Ints, npt.NDArray[np.float64]]:
+        """Return the likeliest tokens after contexts, context by context, the likeliest first.
+
+        Of each `[n]`: which of the contexts it is of, the token, and its probability. Of tokens
+        that are as likely, that with the smaller id comes first.
+        """
+        # what the counts say, and what the parents say
+        different = followers.sizes[contexts]
+        totals = followers.totals[contexts] + different
+        counted = _entries(followers.starts[contexts], different)
+        inherited = _entries(self.starts[parents], self.sizes[parents])
+        row = np.arange(len(contexts))
+        counted_row = row.repeat(different)
+        inherited_row = row.repeat(self.sizes[parents])
+        rows = np.append(counted_row, inherited_row)
+        tokens = np.append(followers.tokens[counted], self.tokens[inherited])
+        probs = np.append(
+            followers.counts[counted] / totals[counted_row],
+            (different / totals)[inherited_row] * self.probs[inherited],
+        )
+        # the sum of both
+        pairs, pair_of = np.unique(rows << TOKEN_BITS | tokens, return_inverse=True)
+        probs = np.bincount(pair_of, probs, len(pairs))
+        rows = pairs >> TOKEN_BITS
+        # those of them that are kept
+        in_order = np.lexsort((-probs, rows))
+        rows = rows[in_order]
+        probs = probs[in_order]
+        rank = np.arange(len(rows)) - rows.searchsorted(rows)
+        kept = (rank == 0) | ((rank < KEPT) & (probs >= LEAST))
+        tokens = pairs[in_order] & (1 << TOKEN_BITS) - 1
+        return rows[kept], tokens[kept], probs[kept]
+
+
+def _entries(starts: Ints, sizes: Ints) -> Ints:
+    """Return the indices of all entries that begin at `starts`, as many each as `sizes` says."""
+    before = sizes.cumsum() - sizes
+    return (starts - before).repeat(sizes) + np.arange(sizes.sum())
+
+
+def _without_first(keys: Ints, order: int) -> Ints:
+    """Return the keys of contexts of `order` tokens without the first one."""
+    return keys & (1 << TOKEN_BITS * (order - 1)) - 1

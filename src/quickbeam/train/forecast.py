@@ -26,21 +26,23 @@ LENGTH = 256  # tokens of the conversations that are read and trained on
 
 
 class Rates(NamedTuple):
-    """Tokens a second: of text that is written, read, and trained on (a visit of a token)."""
+    """Tokens a second: of text that is written, read, and trained on (a visit of a token).
+
+    `records`: whether the hidden states of what is written are kept, so that it need not be read.
+    """
 
     write: float
     read: float
     train: float
+    records: bool = True
 
     def seconds(self, plan: Plan, there: int = 0) -> tuple[float, float, float]:
-        """Return how long a plan writes, reads and trains, if `there` tokens of text are there.
-
-        What is written need not be read, since its hidden states are kept.
-        """
-        own = plan.tokens if plan.given is None else plan.own * plan.tokens
-        to_write = max(0.0, own - there)
+        """Return how long a plan writes, reads and trains, if `there` tokens of text are there."""
+        own = 1.0 if plan.given is None else plan.own
+        to_write = own * max(0, plan.tokens - there)
+        to_read = plan.tokens - (to_write if self.records else 0)
         visits = plan.tokens * plan.recipe.epochs
-        return to_write / self.write, (plan.tokens - to_write) / self.read, visits / self.train
+        return to_write / self.write, to_read / self.read, visits / self.train
 
 
 def measure_rates(
@@ -63,7 +65,8 @@ def measure_rates(
     read = tokens.numel() / seconds[-1]
     steps = [_step_seconds(recipe, target, drafter, batch, hidden, done) for done in (0, 0, 1)]
     train = (steps[1] + steps[2]) / 2  # the first is slower; later steps have more passes
-    return Rates(write_rate(plan, model), read, tokens.numel() / train)
+    records = target.device.type == "cpu"
+    return Rates(write_rate(plan, model), read, tokens.numel() / train, records)
 
 
 def _seconds_since(began: float, result: torch.Tensor) -> float:

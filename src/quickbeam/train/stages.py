@@ -49,18 +49,21 @@ def existing_text(plan: Plan) -> Shards | None:
 def planned(plan: Plan, rates: Rates) -> Plan:
     """Return the plan with the tokens that `minutes` allows at these rates, where it is given.
 
-    An earlier run for as many minutes has chosen already, in `plan.json`.
+    An earlier run for as many minutes has chosen already, in `plan.json`, unless one of both only
+    writes text, which takes less time.
     """
     if plan.minutes is None:
         return plan
     path = plan.folder / "plan.json"
+    trains = math.isfinite(rates.train)
     if path.is_file():
         earlier = json.loads(path.read_text())
-        if earlier["minutes"] == plan.minutes:
+        if (earlier["minutes"], earlier.get("trains", True)) == (plan.minutes, trains):
             return replace(plan, tokens=earlier["tokens"])
     tokens = max(LEAST_TOKENS, int(60 * plan.minutes * plan.tokens / sum(rates.seconds(plan))))
     plan.folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"minutes": plan.minutes, "tokens": tokens}) + "\n")
+    chosen = {"minutes": plan.minutes, "trains": trains, "tokens": tokens}
+    path.write_text(json.dumps(chosen) + "\n")
     return replace(plan, tokens=tokens)
 
 
@@ -82,10 +85,10 @@ class TextStage:
         """Write conversations until there are `tokens` tokens of text, or all prompts are answered.
 
         A part of the text is what the user gives (`Plan.given`). `states` gets the hidden states of
-        what is written. `report` is called after every
-        pass with the number of tokens, those of conversations that are not complete yet included,
-        and the tokens per second. What is complete stays when it is interrupted, and a prompt that
-        it answers is not answered again. Raises `QuickbeamError` if the text can't be written.
+        what is written. `report` is called after every pass with the number of tokens, those of
+        conversations that are not complete yet included, and the tokens per second. What is
+        complete stays when it is interrupted, and a prompt that it answers is not answered again.
+        Raises `QuickbeamError` if the text can't be written.
         """
         plan = self.plan
         if plan.given is not None and self.tokens() < tokens:
@@ -146,7 +149,7 @@ class TextStage:
         """Write what the n-grams of all text say of the next token. It drafts from then on."""
         there = existing_text(self.plan)
         if there is not None:
-            texts = [conversation.tokens.tolist() for conversation in there]
+            texts = [conversation.tokens.numpy() for conversation in there]
             NgramTable.of(texts, self._model.vocab_size).save(self.plan.folder)
 
     def _add_given(self, path: Path, tokens: int) -> None:

@@ -204,9 +204,16 @@ class StateCache:
 
     @staticmethod
     def of(target: FrozenTarget, folder: Path) -> StateCache:
-        """Return one in `folder`, or of a GPU's target in half of its free memory at most."""
+        """Return one in `folder`, or of a GPU's target in half of its free memory at most.
+
+        What the folder holds of other targets is removed.
+        """
         if target.device.type == "cpu":
-            files = StateFiles(folder / target.digest())
+            own = folder / target.digest()
+            for other in folder.glob("*"):
+                if other != own:
+                    shutil.rmtree(other, ignore_errors=True)
+            files = StateFiles(own)
             return StateCache(target, files, files.free())
         on_cuda = target.device.type == "cuda"
         free = torch.cuda.mem_get_info(target.device)[0] if on_cuda else 0

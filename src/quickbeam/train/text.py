@@ -334,6 +334,16 @@ class DialogueSource:
         return []
 
 
+def beginning_of_all(texts: Sequence[list[int]]) -> list[int]:
+    """Return the tokens that all texts begin with."""
+    first = min(texts, default=list[int]())
+    last = max(texts, default=list[int]())
+    count = 0  # what the first and the last in order have in common, all between have, too
+    while count < len(first) and first[count] == last[count]:
+        count += 1
+    return first[:count]
+
+
 class Writer:
     """Writes conversations, `slots` of them side by side.
 
@@ -370,6 +380,9 @@ class Writer:
         self._wanted = tokens
         self._stepped = stepped
         self._states = states
+        # what conversations begin with, and its hidden states, where these are recorded
+        self._opening = template.begin if template is not None else beginning_of_all(prompts or [])
+        self._opening_hidden = torch.empty(0)
         self._complete_tokens = 0  # of complete conversations
 
     def __iter__(self) -> Iterator[ConversationTokens]:
@@ -378,6 +391,8 @@ class Writer:
         running = dict[SequenceState, Dialogue]()
         done = 0
         try:
+            if self._states is not None and self._opening:
+                self._opening_hidden = self._read_opening(engine)
             self._fill(engine, running)
             while running:
                 engine.step()
@@ -390,7 +405,7 @@ class Writer:
                         dialogue.add_hidden(sequence.method.rows(), len(sequence.ids) - 1)
                     del running[sequence]
                     if not dialogue.over:
-                        running[engine.add(self._request(dialogue))] = dialogue
+                        running[engine.add(self._request_of_turn(dialogue))] = dialogue
                         continue
                     done += 1
                     if done % self._slots == 0:
@@ -406,6 +421,19 @@ class Writer:
         finally:
             engine.close()
 
+    def _read_opening(self, engine: Engine) -> torch.Tensor:
+        """Return the hidden states of `_opening`, which the prefix cache has from then on.
+
+        So conversations do not read it, and record nothing of it.
+        """
+        sequence = engine.add(self._request(self._opening, SamplingParams(max_tokens=1)))
+        while not sequence.over:
+            engine.step()
+        if sequence.error is not None:
+            raise sequence.error
+        assert isinstance(sequence.method, Recorded)
+        return sequence.method.rows()
+
     def _turn_ended(self, sequence: SequenceState, dialogue: Dialogue) -> bool:
         """Append the token that a pass brought, and return whether a turn ended with it.
 
@@ -419,7 +447,7 @@ class Writer:
         dialogue.append(token_ids[-1])
         return self._source.end_turn(dialogue)
 
-    def _request(self, dialogue: Dialogue) -> Request:
+    def _request_of_turn(self, dialogue: Dialogue) -> Request:
         """Return the request of a turn."""
         params = SamplingParams(
             max_tokens=self._recipe.length - len(dialogue.tokens),
@@ -427,10 +455,13 @@ class Writer:
             seed=self._source.random.getrandbits(63),
             ignore_eos=True,
         )
+        return self._request(dialogue.tokens, params)
+
+    def _request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
         sampler = Sampler(params, (), self._model.vocab_size)
         output = Output(NullTokenizer(), params)
         method = NoDraft() if self._states is None else Recorded()
-        return Request(dialogue.tokens, params, method, output, sampler)
+        return Request(prompt, params, method, output, sampler)
 
     def _fill(self, engine: Engine, running: dict[SequenceState, Dialogue]) -> None:
         """Begin conversations while slots are free and text is wanted."""
@@ -438,8 +469,10 @@ class Writer:
             dialogue = self._source.begin()
             if dialogue is None:
                 break
+            if dialogue.tokens[: len(self._opening)] == self._opening:
+                dialogue.hidden = self._opening_hidden
             if len(dialogue.tokens) < self._recipe.length:
-                running[engine.add(self._request(dialogue))] = dialogue
+                running[engine.add(self._request_of_turn(dialogue))] = dialogue
 
     def _enough(self, running: Iterable[Dialogue]) -> bool:
         """Return whether the conversations so far likely come to the tokens that are asked for.

@@ -154,7 +154,6 @@ class Trainer:
 
     def _resume(self) -> None:
         if not self.checkpoint.is_file():
-            shutil.rmtree(self.folder / HIDDEN_FOLDER, ignore_errors=True)  # of another training
             return
         try:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)

@@ -30,7 +30,8 @@ class Gemma4(ImageFamily):
             raise InvalidInput("its config.json has no vision_config: give text alone")
         text = config.get_text_config()
         self.rows_see_all = text.use_bidirectional_attention == "vision"
-        self.rows_token = text.pad_token_id
+        if text.hidden_size_per_layer_input:
+            self.rows_token = _padding_token(text)
 
     def cut(self, image: Any) -> CutImage:
         side = self._patch * int(self.setting("pooling_kernel_size", 3))  # pixels of a row's square
@@ -76,3 +77,14 @@ class Gemma4(ImageFamily):
         if self._max_pixels is None:
             most = min(most, int(self.setting("max_soft_tokens", 280)))
         return max((rows for rows in TRAINED_ROWS if rows <= most), default=TRAINED_ROWS[0])
+
+
+def _padding_token(text: Any) -> int:
+    """Return the padding token of the language part. Raises `InvalidInput` where it has none."""
+    token = text.pad_token_id
+    if not isinstance(token, int) or not 0 <= token < text.vocab_size:
+        raise InvalidInput(
+            f"its config.json has the pad_token_id {token}, whose per-layer inputs an image's rows "
+            f"have: it must be 0 to {text.vocab_size - 1}; give text alone"
+        )
+    return token
