@@ -49,6 +49,8 @@ class ImageFamily(ABC):
     model can read fewer; None for those of `MAX_ROWS` rows. `mark`: the token that an image's rows
     stand for, as text. `rows_see_all`: whether an image's rows see those behind them, too.
     `rows_token`: as `token` of `ImageRows`.
+
+    Raises `InvalidInput` for a model whose configuration lacks what images need (`prepare`).
     """
 
     resample = BICUBIC
@@ -69,6 +71,10 @@ class ImageFamily(ABC):
         self.mark = text_of(config.image_token_id)
         self._settings = settings
         self._max_pixels = max_pixels
+        self.prepare()
+
+    def prepare(self) -> None:  # noqa: B027
+        """Read what a family needs of the model's configuration. Raises `InvalidInput`."""
 
     @property
     def placeholder(self) -> str:

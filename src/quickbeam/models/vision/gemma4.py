@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from math import floor, sqrt
 from typing import Any
 
@@ -18,17 +18,10 @@ class Gemma4(ImageFamily):
     mean = (0.0, 0.0, 0.0)
     std = (1.0, 1.0, 1.0)
 
-    def __init__(
-        self,
-        config: Any,
-        settings: Mapping[str, Any],
-        text_of: Callable[[int], str],
-        max_pixels: int | None,
-    ) -> None:
-        super().__init__(config, settings, text_of, max_pixels)
-        if config.vision_config is None:
+    def prepare(self) -> None:
+        if self.config.vision_config is None:
             raise InvalidInput("its config.json has no vision_config: give text alone")
-        text = config.get_text_config()
+        text = self.config.get_text_config()
         self.rows_see_all = text.use_bidirectional_attention == "vision"
         if text.hidden_size_per_layer_input:
             self.rows_token = _padding_token(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,10 @@ from quickbeam.models.vision.base import CutImage, Grid, ImageFamily, size_in_sq
 
 
 class Qwen2VL(ImageFamily):
-    def __init__(
-        self,
-        config: Any,
-        settings: Mapping[str, Any],
-        text_of: Callable[[int], str],
-        max_pixels: int | None,
-    ) -> None:
-        super().__init__(config, settings, text_of, max_pixels)
-        rope = config.get_text_config().rope_parameters
+    def prepare(self) -> None:
+        rope = self.config.get_text_config().rope_parameters
         needed = {"mrope_section"}
-        if config.model_type.startswith("qwen3"):
+        if self.config.model_type.startswith("qwen3"):
             needed.add("mrope_interleaved")
         if missing := needed - rope.keys():
             raise InvalidInput(
