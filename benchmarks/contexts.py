@@ -7,9 +7,9 @@ renames a name of the context; with `prediction` the context is also given as th
 All methods answer the same prompts in turn and begin with nothing remembered. A prompt is read once
 for all of them; its seconds are a column.
 
-With `--llama` llama.cpp's server answers them, too: `plain` and with each of its `--speculations`.
-It reads each prompt itself. Seconds, drafts and prompts are what it says of them; its MAT is of
-tokens by those of them that were not drafted.
+With `--llama` llama.cpp's server answers them, too, without and with each of its `--speculations`.
+It reads each context once as well. Seconds, drafts and prompts are what it says of them; its MAT is
+of tokens by those of them that were not drafted.
 """
 
 from __future__ import annotations
@@ -122,10 +122,11 @@ class Figures:
         """Return the columns of a table. `plain`: of the method that others are compared with."""
         seconds = [one.seconds for one in self.answers]
         tokens = sum(one.tokens for one in self.answers)
+        steps = sum(one.steps for one in self.answers)
         pairs = list(zip([one.seconds for one in plain.answers], seconds, strict=True))
         value, pulls = ratio(pairs)
         return {
-            "MAT": f"{tokens / sum(one.steps for one in self.answers):.2f}",
+            "MAT": f"{tokens / max(1, steps):.2f}",
             "tokens/s": f"{tokens / sum(seconds):.1f}",
             "over the first": f"{value:.2f} ± {error(pulls) or 0:.2f}",
             "prompt s": f"{max(one.reading for one in self.answers):.1f}",
