@@ -45,9 +45,9 @@ def llama_servers(
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield the name and command of llama-server without and with each of `--speculations`."""
     slots = f"-np {clients} -c {context * clients} -t {torch.get_num_threads()}"
+    options = f"{slots} {given.llama_options}".split()
     program = llama_program(given.llama, "llama-server")
-    options = f"--port {{port}} {slots} {given.llama_options}".split()
-    start = [*program, "-m", model, *options]
+    start = [*program, "--port", "{port}", "-m", model, *options]
     yield "llama.cpp", start
     asked, every = given.speculations.split(","), given.speculations == "all"
     for name, words in SPECULATIONS.items():
