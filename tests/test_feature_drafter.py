@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from cases import before, examples, refuses
 from features import KINDS, RANDOM, WIDE, Pair, head_of, page_size, random_requests, words
 from models import VOCAB, tiny
-from quickbeam.drafters import feature
+from quickbeam.drafters import feature, unrolled
 from quickbeam.drafters.eagle import eagle_drafter
-from quickbeam.drafters.unrolled import unroll
+from quickbeam.drafters.unrolled import UnrolledAttention, unroll
 from quickbeam.models.opening import make_model
 from quickbeam.train.shards import ConversationTokens, collate
 from quickbeam.tree import TokenTree
@@ -92,8 +92,9 @@ def test_prompts_are_read_as_they_come(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["attention", "own-head", "input", "ours"])
-def test_training_unrolls_what_drafting_computes(kind):
+def test_training_unrolls_what_drafting_computes(kind, monkeypatch):
     """Pass k of training-time test at row i is the drafter's row k below the root i + 1."""
+    monkeypatch.setattr(unrolled, "CPU_ROWS", 5)
     pair, depths = Pair(kind), 4
     ids = torch.randint(VOCAB, (12,), generator=torch.Generator().manual_seed(1)).tolist()
     hidden = torch.cat(pair.begin(ids, 0).hidden)
@@ -112,6 +113,36 @@ def test_training_unrolls_what_drafting_computes(kind):
             torch.testing.assert_close(probs, trained[depth][i], atol=1e-5, rtol=1e-4)
             tree.add(depth, ids[i + depth + 2], "x")
         text.go_on(tree, [0], ids[i + 2])
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@pytest.mark.parametrize("rows", [4, 64])
+def test_a_row_sees_the_first_pass_up_to_it_and_of_later_passes_itself(window, rows, monkeypatch):
+    """Of its text with its drafts, the last `window` positions, in outputs and gradients."""
+    monkeypatch.setattr(unrolled, "CPU_ROWS", rows)
+    passes, n, heads, size = 3, 10, 4, 8
+    attention = UnrolledAttention(window)
+    drawn = torch.randn(passes, 3, 1, n, heads, size).requires_grad_()
+    out = torch.stack([attention(q, k[:, :, :2], v[:, :, :2]) for q, k, v in drawn])
+    expected = torch.zeros_like(out)
+    for last in range(passes):
+        for row in range(n):
+            # the pass, and the row of it, of each position
+            positions = [(0, i) for i in range(row + 1)]
+            positions += [(number, row) for number in range(1, last + 1)]
+            seen = positions[-window:] if window else positions
+            for head in range(heads):
+                keys, values = (
+                    torch.stack([drawn[number, of, 0, i, head // 2] for number, i in seen])
+                    for of in (1, 2)
+                )
+                weights = (keys @ drawn[last, 0, 0, row, head] * size**-0.5).softmax(-1)
+                columns = slice(head * size, (head + 1) * size)
+                expected[last, 0, row, columns] = weights @ values
+    torch.testing.assert_close(out, expected)
+    pull = torch.randn_like(out)
+    gradients = [torch.autograd.grad((x * pull).sum(), drawn)[0] for x in (out, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_nodes_are_asked_for_from_the_root_down_and_hidden_states_must_fit(pairs):

@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.models.torch.network import LayerStack
 
+CPU_ROWS, DEVICE_ROWS = 64, 4096  # of a text whose attention is computed at once
+
 
 class UnrolledAttention:
     """The attention of training-time test.
 
     A row sees the keys of the first pass for all rows up to it. Of each later pass it sees only its
-    own key. `window`: how many of the last positions it sees, None for all.
+    own key. So rows are taken some at a time: most keys of the later passes are then left out.
+    `window`: how many of the last positions a row sees, None for all.
     """
 
     def __init__(self, window: int | None) -> None:
@@ -31,27 +34,42 @@ class UnrolledAttention:
         dtype = value.dtype
         self._keys.append(key.to(dtype).transpose(1, 2))
         self._values.append(value.transpose(1, 2))
-        out = F.scaled_dot_product_attention(
-            query.to(dtype).transpose(1, 2),
-            torch.cat(self._keys, 2),
-            torch.cat(self._values, 2),
-            self._visible(query.shape[1], query.device),
-            enable_gqa=True,
-        )
-        return out.transpose(1, 2).flatten(2)
+        query = query.to(dtype).transpose(1, 2)
+        n = query.shape[2]
+        size = CPU_ROWS if query.device.type == "cpu" else DEVICE_ROWS
+        parts = list[torch.Tensor]()
+        for begin in range(0, n, size):
+            rows = slice(begin, min(begin + size, n))
+            part = F.scaled_dot_product_attention(
+                query[:, :, rows],
+                _seen_by(self._keys, rows),
+                _seen_by(self._values, rows),
+                self._visible(rows, query.device),
+                enable_gqa=True,
+            )
+            parts.append(part)
+        return torch.cat(parts, 2).transpose(1, 2).flatten(2)
 
-    def _visible(self, n: int, device: torch.device) -> torch.Tensor:
-        """Return which keys of all passes each row sees, `[n, passes * n]` bool."""
+    def _visible(self, rows: slice, device: torch.device) -> torch.Tensor:
+        """Return which of the keys of `_seen_by` each of these rows sees, `[rows, keys]` bool."""
         passes = len(self._keys)
-        window = self._window or n + passes
-        itself = torch.eye(n, dtype=torch.bool, device=device)
-        up_to_itself = torch.ones_like(itself).tril()
+        row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        window = self._window or rows.stop + passes
         visible = list[torch.Tensor]()
         for number in range(passes):
-            mask = itself if number else up_to_itself
             # in the pass before the last, keys stand one position further back, and so on
-            visible.append(mask.triu(passes - number - window))
+            oldest = row + passes - number - window
+            first = rows.start if number else 0
+            key = torch.arange(first, rows.stop, device=device)
+            latest = key == row if number else key <= row
+            visible.append(latest & (key >= oldest))
         return torch.cat(visible, 1)
+
+
+def _seen_by(passes: list[torch.Tensor], rows: slice) -> torch.Tensor:
+    """Return keys or values, those of the first pass up to these rows and theirs of all others."""
+    first, *later = passes
+    return torch.cat([first[:, :, : rows.stop], *(part[:, :, rows] for part in later)], 2)
 
 
 def moved_forward(x: torch.Tensor, count: int) -> torch.Tensor:
