@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quickbeam.train.trainer import Report
 
 USEFUL = 1.3  # the MAT below which a drafter's calls cost about what its drafts save
+TABLE_MAT = 2.0  # the MAT that a drafter should have to gain more than a table of n-grams
 POSITIONS = 7  # whose agreement fits into a line
 # By turns text is written up to a share of all, and the drafter trained up to a share of its run: a
 # drafter is there soon, and most of the training is on all text.
@@ -113,14 +114,25 @@ def plan_text(plan: Plan, rates: Rates, there: int, trains: bool) -> str:
     write, read, train = rates.seconds(plan, there)
     if not trains:
         return f"{plan.tokens:,} tokens of text: {minutes(write)} to write"
-    visits = int(plan.tokens * plan.recipe.epochs)
     share, until = TURNS[0]
     first = share * (write + read) + until * train
     return (
         f"{plan.tokens:,} tokens of text: {minutes(write)} to write, {minutes(read)} to read\n"
-        f"{visits:,} tokens to train on: {minutes(train)}; a first drafter in {minutes(first)}\n"
-        "a line every 5 minutes says what it accepts of held-out answers"
+        f"{plan.visits:,} tokens to train on: {minutes(train)}; a first drafter in "
+        f"{minutes(first)}\n"
+        + expectation(plan)
+        + "a line every 5 minutes says what it accepts of held-out answers"
     )
+
+
+def expectation(plan: Plan) -> str:
+    """Return what the drafter of a plan may gain, a line or two."""
+    if plan.start is not None:
+        return ""
+    said = f"expected, by drafters of other models: a MAT of about {plan.expected_mat:.1f}\n"
+    if plan.expected_mat < TABLE_MAT:
+        said += "which gains little over a table of n-grams (--only text), the work of minutes\n"
+    return said
 
 
 def minutes(seconds: float) -> str:

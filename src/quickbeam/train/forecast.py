@@ -41,8 +41,7 @@ class Rates(NamedTuple):
         own = 1.0 if plan.given is None else plan.own
         to_write = own * max(0, plan.tokens - there)
         to_read = plan.tokens - (to_write if self.records else 0)
-        visits = plan.tokens * plan.recipe.epochs
-        return to_write / self.write, to_read / self.read, visits / self.train
+        return to_write / self.write, to_read / self.read, plan.visits / self.train
 
 
 def measure_rates(

@@ -18,6 +18,9 @@ from quickbeam.hub import trained_folder
 FEATURE, BLOCK = "feature", "block"  # kinds of drafters that are trained
 FIXED = {"option": False}  # fields that no option sets
 WARMUP_SHARE = 0.05  # of a run in which the learning rate rises, at most
+# A feature drafter that was trained on `VISITS` tokens has the MAT `MAT_OF_VISITS`, and with twice
+# as many `MAT_OF_DOUBLING` more. A block drafter takes `BLOCK_HUNGER` times as many.
+VISITS, MAT_OF_VISITS, MAT_OF_DOUBLING, BLOCK_HUNGER = 300_000, 1.74, 0.21, 10
 # How the model's own questions and documents begin, by language. An instruct model that is given
 # the chat template up to where a user speaks writes what a user would ask. Half of the questions
 # begin with one of these words, so that the text covers what users ask for and not only what the
@@ -131,6 +134,21 @@ class Plan:
     )
     recipe: Recipe = field(default_factory=Recipe, metadata=FIXED)
     """How the drafter is trained."""
+
+    @property
+    def visits(self) -> int:
+        """How many tokens are trained on, each as often as it is visited."""
+        return int(self.tokens * self.recipe.epochs)
+
+    @property
+    def expected_mat(self) -> float:
+        """About how many tokens a step of a chain of drafts will emit (MAT).
+
+        So it was with the drafters that were trained from nothing, of two models
+        (docs/benchmarks.md, Training).
+        """
+        visits = self.visits if self.recipe.kind == FEATURE else self.visits / BLOCK_HUNGER
+        return max(1.0, MAT_OF_VISITS + MAT_OF_DOUBLING * math.log2(visits / VISITS))
 
     @property
     def folder(self) -> Path:

@@ -296,13 +296,12 @@ class DrafterStage:
         """What trains. Raises `InvalidInput` if there is no text."""
         plan = self.plan
         if self._trainer is None:
-            total = max(1, int(plan.tokens * plan.recipe.epochs))
             self._trainer = Trainer(
                 self._drafter(),
                 self.target,
                 plan.text,
                 plan.recipe,
-                total,
+                max(1, plan.visits),
                 plan.folder,
                 trained=plan.start is not None,
                 states=self.states,
