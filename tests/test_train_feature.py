@@ -14,6 +14,7 @@ from cases import refuses
 from checkpoints import configure
 from gguf_files import model_of, write
 from quickbeam import LLM, SamplingParams, hub
+from quickbeam.cli.train import expectation
 from quickbeam.drafters import unrolled
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.eagle import eagle_drafter
@@ -362,6 +363,18 @@ def test_minutes_choose_the_tokens_once(tmp_path):
     assert rates.seconds(half, 500)[:2] == (250 / 100, 750 / 200), "half of it is given, too"
     assert rates._replace(records=False).seconds(half)[:2] == (500 / 100, 1000 / 200)
     assert planned(replace(plan, minutes=None), rates).tokens == plan.tokens
+
+
+def test_the_plan_says_what_its_drafter_may_gain():
+    few = Plan(None, tokens=100_000, recipe=Recipe(epochs=3))
+    assert few.visits == 300_000
+    assert "a MAT of about 1.7" in expectation(few) and "a table of n-grams" in expectation(few)
+    many = replace(few, tokens=4_000_000)
+    assert many.expected_mat > 2.5 and "table" not in expectation(many)
+    block = replace(few, recipe=Recipe(kind="block", epochs=3))
+    assert block.expected_mat < few.expected_mat, "which takes more text"
+    assert replace(few, tokens=1000).expected_mat == 1
+    assert expectation(replace(few, start=Path("drafter"))) == ""
 
 
 def acceptance(target, drafter, method="chain"):
