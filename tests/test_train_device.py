@@ -12,8 +12,8 @@ from quickbeam.train import muon
 from quickbeam.train.block import BlockTraining, new_block_network
 from quickbeam.train.muon import Muon
 from quickbeam.train.shards import collate
-from quickbeam.train.target import StateCache, StateFiles
-from quickbeam.train.trainer import HIDDEN_FOLDER, Trainer
+from quickbeam.train.states import HIDDEN_FOLDER, StateCache, StateFiles
+from quickbeam.train.trainer import Trainer
 from test_train_block import CONFIG, SMALL, frozen, model, own_text
 from test_train_shortlist import written
 

@@ -18,7 +18,8 @@ from quickbeam.models.opening import make_model
 from quickbeam.train import text
 from quickbeam.train.recipes import Plan
 from quickbeam.train.shards import collate
-from quickbeam.train.target import FrozenTarget, StateCache
+from quickbeam.train.states import StateCache
+from quickbeam.train.target import FrozenTarget
 from quickbeam.train.text import Dialogue, Template, TextRecipe, Writer
 from test_train_block import opened
 

@@ -35,8 +35,9 @@ from quickbeam.train.held_out import HeldOutMetrics
 from quickbeam.train.recipes import Plan, Recipe, opening_words
 from quickbeam.train.router import ranking
 from quickbeam.train.shards import Shards, ShardWriter, read_prompts, token_counts
-from quickbeam.train.target import FrozenTarget, OpenTarget, StateCache
-from quickbeam.train.trainer import HIDDEN_FOLDER, Report, Trainer
+from quickbeam.train.states import HIDDEN_FOLDER, StateCache
+from quickbeam.train.target import FrozenTarget, OpenTarget
+from quickbeam.train.trainer import Report, Trainer
 
 LEAST_TOKENS = 1000  # of a plan
 

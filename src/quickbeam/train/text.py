@@ -27,7 +27,7 @@ from quickbeam.sampling import Sampler
 from quickbeam.train.recipes import WORDS, opening_words
 from quickbeam.train.recorder import Recorded
 from quickbeam.train.shards import ConversationTokens
-from quickbeam.train.target import StateCache
+from quickbeam.train.states import StateCache
 
 # What users say before and after a longer text, and whether the model goes on with their turn. The
 # answer repeats much of what stands far before it.

@@ -27,9 +27,9 @@ from quickbeam.train.held_out import HeldOutMetrics, measure_held_out
 from quickbeam.train.muon import Muon
 from quickbeam.train.recipes import Recipe
 from quickbeam.train.shards import Shards, collate, split, spread_lengths, token_counts
-from quickbeam.train.target import FrozenTarget, StateCache, TrainingBatch
+from quickbeam.train.states import HIDDEN_FOLDER, StateCache
+from quickbeam.train.target import FrozenTarget, TrainingBatch
 
-HIDDEN_FOLDER = "hidden"  # of hidden states, in the folder of the training
 # The first share of the run, in which all tokens are trained on, those of users too: text is
 # expensive, and what users write holds what answers don't. After that only answers are.
 ALL_TOKENS_SHARE = 0.5
