@@ -300,8 +300,19 @@ def test_a_model_has_the_drafter_that_was_trained_for_it(toy_folder, prompts, ca
     assert cli(*arguments, "--only", "text").exit_code == 0
     assert hub.drafter_of(str(model)) is None
     assert cli(*arguments, "--only", "drafter").exit_code == 0
-    out = Path(hub.drafter_of(str(model)))
+    out = hub.trained_folder(str(model))
     assert out.parent == cache / "trained" and (out / "training.json").is_file()
+    # the table gains more than a drafter of so little text
+    assert hub.drafter_of(str(model)) is None and hub.table_of(str(model), None) == out
+    figures = json.loads((out / "training.json").read_text())
+    for mat, drafter in ((hub.TABLE_MAT, str(out)), (hub.TABLE_MAT - 0.01, None)):
+        figures["held_out"]["mat"] = mat
+        (out / "training.json").write_text(json.dumps(figures))
+        assert hub.drafter_of(str(model)) == drafter
+    (out / "training.json").unlink()
+    assert hub.drafter_of(str(model)) is None, "it is still trained"
+    (out / hub.TABLE).unlink()
+    assert hub.drafter_of(str(model)) == str(out)
     with LLM(str(model)) as llm:
         assert llm.method == "auto" and "dyspec" in llm.methods
     weights = load_file(model / "model.safetensors")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from quickbeam.cli import bench
 from quickbeam.cli.common import check_models, loading_progress, progress_bar, say
+from quickbeam.hub import TABLE_MAT
 from quickbeam.params import SamplingParams
 from quickbeam.train.recipes import FEATURE, Plan, Recipe, ShortlistPlan, opening_words
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from quickbeam.train.stages import DrafterStage, TextStage
     from quickbeam.train.trainer import Report
 
-USEFUL = 1.3  # the MAT below which a drafter's calls cost about what its drafts save
-TABLE_MAT = 2.0  # the MAT that a drafter should have to gain more than a table of n-grams
 POSITIONS = 7  # whose agreement fits into a line
 # By turns text is written up to a share of all, and the drafter trained up to a share of its run: a
 # drafter is there soon, and most of the training is on all text.
@@ -168,7 +167,7 @@ def train_drafter(stage: DrafterStage, until: float) -> None:
     say(f"{until:.0%}: held-out agreement by position {agreements(held)}; MAT {held.mat:.2f}")
     if until < 1:
         return
-    if held.mat < USEFUL:
+    if held.mat < TABLE_MAT:
         say(no_gain(plan, held.mat))
     say(f"written to {plan.folder}: quickbeam generate … --drafter {plan.folder}")
 
@@ -189,12 +188,12 @@ def agreements(held: HeldOutMetrics) -> str:
 
 
 def no_gain(plan: Plan, mat: float) -> str:
-    """Return what to do about a drafter that gains nothing yet."""
+    """Return what to do about a drafter that gains less than the table of its text."""
     return (
-        f"the drafter gains nothing yet: at a MAT of {mat:.2f} (plain decoding: 1.00) its calls "
-        "take more\ntime than its drafts save. Millions of tokens are usual: the same command "
-        f"with more\n--tokens (now {plan.tokens:,}) or --epochs (now {plan.recipe.epochs:g}) goes "
-        "on from here"
+        f"at a MAT of {mat:.2f} (plain decoding: 1.00) the drafter gains less than the table of "
+        "n-grams\nof its text, which drafts in its place unless --drafter names it. Millions of "
+        f"tokens are\nusual: the same command with more --tokens (now {plan.tokens:,}) or --epochs "
+        f"(now {plan.recipe.epochs:g})\ngoes on from here"
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ DEFAULT = DEFAULT_MODEL
 # the folder of drafters, each in a folder named as the model that it drafts for
 DRAFTERS = Path(__file__).parents[1] / "drafters"
 TABLE = "ngrams.safetensors"  # the file of n-grams of text that a model wrote
+TABLE_MAT = 2.0  # the MAT that a drafter should have to gain more than such a table
 TRAINED = "trained"  # the folder in the cache of drafters that `quickbeam train` made
 HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
 SELF = "self"  # the drafter that is a copy of the model in fewer bits
@@ -74,7 +76,8 @@ def drafter_of(model: str | None) -> str | None:
 
     The drafter of a built-in model is a folder. `MTP` stands for a head in the model's own
     checkpoint, if that is on this machine. A model without one may have one that was trained for it
-    in the cache, a folder as well. `None` as `model` is the default model.
+    in the cache, a folder as well, unless the table beside it gains more. `None` as `model` is the
+    default model.
     """
     name = DEFAULT if model is None else model
     if name in EMBEDDED:
@@ -89,7 +92,23 @@ def drafter_of(model: str | None) -> str | None:
         trained = trained_folder(name)
     except OSError:  # which is named when the model is opened
         return None
-    return str(trained) if (trained / "model.safetensors").is_file() else None
+    return str(trained) if _drafts_better_than_its_table(trained) else None
+
+
+def _drafts_better_than_its_table(folder: Path) -> bool:
+    """Whether a folder that `quickbeam train` made has a drafter that gains more than its table.
+
+    While it is trained it doesn't count.
+    """
+    if not (folder / "model.safetensors").is_file():
+        return False
+    if not (folder / TABLE).is_file():
+        return True
+    try:
+        record = json.loads((folder / "training.json").read_text())
+        return bool(record["held_out"]["mat"] >= TABLE_MAT)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def drafter_for(model: str | None, named: str | None) -> str | None:
