@@ -10,13 +10,16 @@ nodes (`--budget`), so no time is measured, and the machine may have other work.
 
 from __future__ import annotations
 
+import ast
 import random
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from common import arguments, error, finish, load, params_of, prompts, ratio, script
+from contexts import MODULES, source
 from quickbeam import LLM
 
 TABLES = {
@@ -56,6 +59,13 @@ THINGS = (
     *("die Wolke", "der Fluss", "das Salz", "die Post", "der Markt", "das Papier"),
 )
 
+SOURCE_SIZES = (200, 1200)  # characters
+ABOUT_CODE = (
+    "Explain what this function of ours does.",
+    "Write a unit test for this function of ours.",
+    "Write this function of ours anew, with type hints.",
+)
+
 
 def sql(rng: random.Random) -> str:
     table = rng.choice(list(TABLES))
@@ -69,7 +79,22 @@ def german(rng: random.Random) -> str:
     return rng.choice(GERMAN).format(thing=rng.choice(THINGS))
 
 
-KINDS: dict[str, Callable[[random.Random], str]] = {"sql": sql, "german": german}
+@cache
+def functions() -> list[str]:
+    """Return functions of a code base that is on every machine, those that fit into a prompt."""
+    sources = list[str]()
+    for text in map(source, MODULES):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                sources.append(ast.get_source_segment(text, node) or "")
+    return [each for each in sources if SOURCE_SIZES[0] < len(each) < SOURCE_SIZES[1]]
+
+
+def code(rng: random.Random) -> str:
+    return f"{rng.choice(ABOUT_CODE)}\n\n```python\n{rng.choice(functions())}\n```"
+
+
+KINDS: dict[str, Callable[[random.Random], str]] = {"sql": sql, "german": german, "code": code}
 
 
 class Answer(NamedTuple):
