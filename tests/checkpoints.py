@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,8 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quickbeam.drafters.eagle_files import load_eagle
-from quickbeam.drafters.folder import TargetParts, write_folder
-from quickbeam.drafters.layouts import OWN_EAGLE
+from quickbeam.drafters.folder import TargetParts
 
 D, VOCAB, DRAFT, LAYERS = 32, 97, 20, 12
 LLAMA: dict[str, Any] = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=D)
@@ -91,8 +89,3 @@ def rewrite(folder, tensors):
     path = folder / "model.safetensors"
     kept = {name: one for name, one in (load_file(path) | tensors).items() if one is not None}
     save_file(kept, path, {"format": "pt"})
-
-
-def save(network, folder, dtype=torch.bfloat16):
-    record = {"model_type": OWN_EAGLE, **asdict(network.config)}
-    write_folder(folder, record, network.state_dict(), dtype)

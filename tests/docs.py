@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from checkpoints import save
+from quickbeam.drafters.eagle_files import save_eagle
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
@@ -99,7 +99,7 @@ def save_drafter(folder, vocab, size, layers):
     of_target = {"layers": (1, layers), "target_size": size, "vocab_size": vocab}
     config = EagleConfig(size, 48, **heads, **of_target, feature_norms=True)
     embedding, head = torch.nn.Embedding(vocab, size), torch.nn.Linear(size, vocab, bias=False)
-    save(EagleHead(config, embedding, head), folder)
+    save_eagle(EagleHead(config, embedding, head), folder)
     layout = Layout(torch.randperm(vocab), 33, 16, vocab)
     router = Router(RouterConfig(size, size, 8, layout.clusters))
     Artefact(layout, torch.randperm(vocab), router).save(folder)

@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[str, bool, EagleConfig]] = {  # of target, whether native
     ),
     "input": ("llama", True, replace(WIDE, layers=(4,), join="input", final_norm=False)),
     "plain": ("gpt2", False, WIDE),
-    "ours": ("llama", True, replace(WIDE, layers=(1, 3, 4), lift=True, feature_norms=True)),
+    "ours": ("llama", True, replace(WIDE, layers=(1, 3, 4), feature_norms=True)),
 }
 
 
@@ -105,8 +105,6 @@ class Pair:
         embedded = self.model.get_input_embeddings()(torch.tensor(list(tokens)))
         if c.join == "attention":
             x = torch.cat([norm("input_norm", embedded), norm("hidden_norm", hidden)], -1)
-            if c.lift:
-                hidden = hidden + norm("input_norm", embedded) @ weight["lift.weight"].T
         else:
             x = hidden = torch.cat([embedded, hidden], -1) @ weight["fc.weight"].T
         sizes = [c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim]

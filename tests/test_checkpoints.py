@@ -14,6 +14,7 @@ import checkpoints
 from cases import refuses
 from checkpoints import DRAFT, LLAMA, LLAMA3, VOCAB, D, eagle1, eagle3, read, write
 from features import causal
+from quickbeam.drafters.eagle_files import save_eagle
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.layouts import EAGLE, is_kind
 
@@ -186,15 +187,16 @@ def test_speculators_eagle(tmp_path, names):
 
 def test_our_own(tmp_path):
     embedding, head = checkpoints.shared()
-    config = EagleConfig(D, 48, 4, 2, 8, (2, 6, 9), D, VOCAB, draft_vocab_size=DRAFT)
+    config = EagleConfig(D, 48, 4, 2, 8, (2, 6, 9), D, VOCAB, feature_norms=True)
     network = EagleHead(config, embedding, head)
-    checkpoints.save(network, tmp_path / "drafter", torch.float32)
+    save_eagle(network, tmp_path / "drafter", torch.float32)
     assert is_kind(tmp_path / "drafter", EAGLE)
     again = read(tmp_path / "drafter", embedding, head)
     assert again.config == network.config
     assert all(map(torch.equal, again.state_dict().values(), network.state_dict().values()))
-    refuses("reads hidden states 32 wide, the target's are 64", read, tmp_path / "drafter", size=64)
+    refuses("vocabulary or width is another", read, tmp_path / "drafter", size=64)
     refuses("the model has 1 to 5", read, tmp_path / "drafter", layers=5)
+    refuses("with the target's head, the target has 98", read, tmp_path / "drafter", vocab=98)
 
 
 def test_names_of_others_are_read_and_the_dtype_is_kept(tmp_path):

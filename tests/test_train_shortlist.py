@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from cases import before, refuses
-from checkpoints import LLAMA, configure, eagle1, save, write
+from checkpoints import LLAMA, configure, eagle1, rewrite, write
 from features import causal
 from quickbeam.drafters.block_config import BlockConfig
 from quickbeam.drafters.block_model import BlockNetwork
+from quickbeam.drafters.eagle_files import save_eagle
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import RouterConfig
@@ -171,7 +172,7 @@ def made(toy_folder, prompts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafter")
     given = "--only text --tokens 1500 --length 64 --slots 8"
     run(folder, toy_folder, "--prompts", str(prompts), *given.split())
-    save(EagleHead(EagleConfig(32, 64, 4, 2, 8, (1, 2), 32, 257)), folder)
+    save_eagle(EagleHead(EagleConfig(32, 64, 4, 2, 8, (1, 2), 32, 257)), folder)
     return folder
 
 
@@ -222,11 +223,10 @@ def test_bad_input_to_the_command(toy_folder, folder, monkeypatch):
         return run(folder, toy_folder, "--only", "shortlist", *arguments, code=2)
 
     assert "--listed 257: must be 1 to 256" in refused("--listed", "257")
-    config = json.loads((folder / "config.json").read_text())
     configure(folder, vocab_size=300)
-    assert "give the --model that it was trained for" in refused()
-    own = EagleConfig(32, 64, 4, 2, 8, tuple(config["layers"]), 32, 257, draft_vocab_size=40)
-    save(EagleHead(own), folder)
+    assert "it was made for another model" in refused()
+    configure(folder, vocab_size=257, draft_vocab_size=40, quickbeam_target_head=False)
+    rewrite(folder, {"lm_head.weight": torch.randn(40, 32), "d2t": torch.zeros(40).long()})
     assert "without a head of its own" in refused()
     (folder / "model.safetensors").unlink()
     assert "has no weights" in refused()

@@ -26,13 +26,12 @@ from quickbeam.drafters.folder import (
     refuse_other_target,
     write_folder,
 )
-from quickbeam.drafters.layouts import EAGLE, EAGLE3, LAYOUTS, OWN_EAGLE, Fields, layout_of
+from quickbeam.drafters.layouts import EAGLE, EAGLE3, LAYOUTS, Fields, layout_of
 from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
 from quickbeam.models.weights.checkpoint import read_json
 
-DROPPED = "model_type", "activation", "input_norm", "mlp_bias"  # of older configurations
 TARGET_HEAD = "quickbeam_target_head"  # in a configuration: a stored head's rows are the target's
 ROWS = 64  # how many rows of the embedding are compared with the target's
 # tensors that the network doesn't need, that are read by name, or that it makes itself
@@ -55,31 +54,24 @@ def load_eagle(folder: Path, target: TargetParts) -> EagleHead:
     target, or holds a variant that `EagleHead` can't represent.
     """
     fields = read_json(folder / "config.json")
-    parts: Parts = {}
-    ignored = set[str]()
     with named_errors(folder):
         state = read_tensors(folder)
         layout = layout_of(folder)
-        if fields.get("model_type") == OWN_EAGLE:
-            own_fields = {name: fields[name] for name in fields.keys() - {*DROPPED}}
-            own_fields["layers"] = tuple(own_fields["layers"])
-            config = EagleConfig(**own_fields)
-        elif layout is None or not layout.modules:
+        if layout is None or not layout.modules:
             raise InvalidInput(_not_known(fields, state))
-        else:
-            fields = layout.fields(fields)
-            config = _config(fields, state, layout.modules, target)
-            parts = _parts(config, layout.modules)
-            ignored = set(IGNORED)
-            if config.own_embedding:
-                ignored.remove("embed_tokens.weight")
-            if config.join == "input" or fields.get(TARGET_HEAD):
-                # EAGLE and EAGLE-2 use the target's head
-                ignored.add("lm_head.weight")
+        fields = layout.fields(fields)
+        config = _config(fields, state, layout.modules, target)
+        parts = _parts(config, layout.modules)
+        ignored = set(IGNORED)
+        if config.own_embedding:
+            ignored.remove("embed_tokens.weight")
+        if config.join == "input" or fields.get(TARGET_HEAD):
+            # EAGLE and EAGLE-2 use the target's head
+            ignored.add("lm_head.weight")
         with torch.device("meta"):
             network = EagleHead(config, target.embedding, target.head)
         weights = assemble(network, state, parts, ignored)
-        if config.draft_vocab_size is not None and "tokens" not in weights:
+        if config.draft_vocab_size is not None:
             every_token = config.draft_vocab_size in (fields.get("vocab_size"), target.vocab)
             weights["tokens"] = _tokens(state, config.draft_vocab_size, every_token)
         _check_target(config, weights.get("tokens"), target)
@@ -119,6 +111,11 @@ def _config(
     lm_head = state.get("lm_head.weight") if wide and not fields.get(TARGET_HEAD) else None
     draft_vocab = vocab if fields.get(TARGET_HEAD) else fields.get("draft_vocab_size")
     draft_vocab = draft_vocab or (vocab if lm_head is None else len(lm_head))
+    if fields.get(TARGET_HEAD) and vocab != target.vocab:
+        raise InvalidInput(
+            f"it drafts {vocab} tokens with the target's head, the target has {target.vocab}: it "
+            "was made for another model"
+        )
     if activation != "silu":
         raise InvalidInput(f"its config says hidden_act: {activation!r}; known: silu")
     if wide and lm_head is None and (draft_vocab != vocab or not same_size):

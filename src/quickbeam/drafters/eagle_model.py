@@ -63,8 +63,6 @@ class EagleConfig:
     feature_norms: bool = False  # norm each hidden state before they are fused
     fused_norm: bool = False  # norm the concatenated hidden states (`attention` only)
     norm_before_residual: bool = False  # the residual is the normed hidden state (`attention` only)
-    # add the embedding to the residual, after a linear layer (`attention` only; our own addition)
-    lift: bool = False
     final_norm: bool = True  # a norm before the head
     # the final norm also applies to the output that stands in for the next hidden state
     norm_output: bool = False
@@ -100,7 +98,6 @@ def eagle_stack(config: EagleConfig) -> tuple[Stack, StackBuilder]:
             token_norm=b.norm("input_norm", d),
             state_norm=b.norm("hidden_norm", d),
             norm_residual=config.norm_before_residual,
-            lift=b.linear(d, ("lift", d)) if config.lift else None,
         )
     # the layer
     heads = (config.heads + 2 * config.kv_heads) * config.head_dim

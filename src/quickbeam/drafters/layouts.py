@@ -21,7 +21,6 @@ Fields = dict[str, Any]  # of a config.json
 
 # kinds of drafters
 EAGLE, BLOCK, ASSISTANT = "eagle", "block", "assistant"
-OWN_EAGLE = "quickbeam-eagle"  # `model_type` of our own feature drafters
 GEMMA_DSPARK = "Gemma4DSparkModel"  # an architecture
 DFLASH, GGUF_ASSISTANT = "dflash", "gemma4-assistant"  # architectures of llama.cpp's files
 # beginnings of names that need no place in a network: copies of the target's, and derived tensors
@@ -243,7 +242,6 @@ LAYOUTS = (
         "transformer",
         "fusion_fc",
     ),
-    Layout("quickbeam's own", EAGLE, lambda record: record.get("model_type") == OWN_EAGLE),
 )
 LLAMA_CPP = {  # by architecture
     DFLASH: Layout("llama.cpp's dflash", BLOCK, lambda record: False),

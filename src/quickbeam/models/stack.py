@@ -384,8 +384,8 @@ class HiddenInput:
 
     Token and state stand side by side, each behind its norm; with `state_first` the state comes
     first. The residual stream is what `join` makes of both. Without `join`, the first layer's
-    attention reads both, and the stream is the state, behind its norm with `norm_residual`, plus
-    what `lift` makes of the normed token. Without `reads_tokens`, the stream is the state alone.
+    attention reads both, and the stream is the state, behind its norm with `norm_residual`. Without
+    `reads_tokens`, the stream is the state alone.
     """
 
     width: int
@@ -395,7 +395,6 @@ class HiddenInput:
     state_first: bool = False
     join: Linear | None = None
     norm_residual: bool = False
-    lift: Linear | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from quickbeam.models.compile.compiler import StackCompiler
-from quickbeam.models.native import library
 from quickbeam.models.native.program import Buffer
 from quickbeam.models.stack import Fusion, HiddenInput
 
@@ -56,6 +55,4 @@ def add_hidden_input(
         c.norm(hidden_input.state_norm, states, c.x)
     else:
         c.program.copy(states, c.x)
-    if hidden_input.lift is not None:
-        c.product(hidden_input.lift, both, c.x, library.ADD)
     return both

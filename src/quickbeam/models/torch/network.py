@@ -151,11 +151,8 @@ class HiddenInputLayer(nn.Module):
         self.token_norm = reader.norm(hidden_input.token_norm)
         self.state_norm = reader.norm(hidden_input.state_norm)
         self.join: nn.Module | None = None
-        self.lift: nn.Module | None = None
         if hidden_input.join is not None:
             self.join = reader.product(hidden_input.join)
-        if hidden_input.lift is not None:
-            self.lift = reader.product(hidden_input.lift)
 
     def forward(
         self, embedded: torch.Tensor | None, states: torch.Tensor
@@ -171,8 +168,7 @@ class HiddenInputLayer(nn.Module):
         both = torch.cat([state, token] if self.hidden_input.state_first else [token, state], -1)
         if self.join is not None:
             return self.join(both), None
-        x = state if self.hidden_input.norm_residual else states
-        return (x if self.lift is None else x + self.lift(token)), both
+        return (state if self.hidden_input.norm_residual else states), both
 
 
 class Block(nn.Module):

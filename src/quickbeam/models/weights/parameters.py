@@ -33,10 +33,8 @@ def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
     """Yield all weights but routers', as a pass reads them, and whether each is gated."""
     if stack.fusion is not None:
         yield stack.fusion.linear, False
-    if stack.hidden_input is not None:
-        for linear in (stack.hidden_input.join, stack.hidden_input.lift):
-            if linear is not None:
-                yield linear, False
+    if stack.hidden_input is not None and stack.hidden_input.join is not None:
+        yield stack.hidden_input.join, False
     if stack.per_layer is not None:
         yield stack.per_layer.projection, False
     for layer in stack.layers:
