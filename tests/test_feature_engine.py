@@ -156,4 +156,4 @@ def test_the_shipped_drafter_drafts_for_the_default_model(smollm2):
         assert drafted.token_ids == plain.token_ids
         assert drafted.statistics.mean_accepted_tokens > 1.4
     card = (Path(hub.drafter_of(None) or "") / "README.md").read_text()
-    assert "quickbeam train --only drafter" in card and "| 1 |" in card
+    assert "quickbeam train --tokens" in card and "| 1 |" in card
