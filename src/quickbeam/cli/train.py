@@ -125,13 +125,13 @@ def plan_text(plan: Plan, rates: Rates, there: int, trains: bool) -> str:
 
 
 def expectation(plan: Plan) -> str:
-    """Return what the drafter of a plan may gain, a line or two."""
+    """Return what the drafter of a plan may gain, a line or two; nothing where it has a start."""
     if plan.start is not None:
         return ""
-    said = f"expected, by drafters of other models: a MAT of about {plan.expected_mat:.1f}\n"
-    if plan.expected_mat < TABLE_MAT:
-        said += "which gains little over a table of n-grams (--only text), the work of minutes\n"
-    return said
+    mat = f"expected, by drafters of other models: a MAT of about {plan.expected_mat:.1f}\n"
+    if plan.expected_mat >= TABLE_MAT:
+        return mat
+    return mat + "which gains little over a table of n-grams (--only text), the work of minutes\n"
 
 
 def minutes(seconds: float) -> str:
