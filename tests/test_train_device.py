@@ -92,6 +92,23 @@ def test_muon_makes_the_steps_of_pytorchs(dtype, tolerance, monkeypatch):
             batched.load_state_dict(deepcopy(plain.state_dict()))
 
 
+def test_muon_steps_a_large_matrix_block_by_block(monkeypatch):
+    """Each block of rows, or of columns where they are fewer, makes the step of its own matrix."""
+    monkeypatch.setattr(muon, "BLOCK_ROWS", 5)
+    generator = torch.Generator().manual_seed(0)
+    wide, gradient = (torch.randn(12, 20, generator=generator) for _ in range(2))
+    for dim, (matrix, slope) in enumerate(((wide, gradient), (wide.T, gradient.T))):
+        whole = torch.nn.Parameter(matrix.clone())
+        parts = [torch.nn.Parameter(part.clone()) for part in matrix.split(4, dim)]
+        whole.grad = slope.clone()
+        for part, its in zip(parts, slope.split(4, dim), strict=True):
+            part.grad = its.clone()
+        Muon([whole], 0.1).step()
+        Muon(parts, 0.1).step()
+        torch.testing.assert_close(torch.cat(parts, dim), whole)
+        assert not torch.allclose(whole, matrix)
+
+
 def test_hidden_states_of_another_target_are_not_taken(tmp_path):
     texts = collate(own_text(model(), 2, seed=4))
     StateCache.of(target(), tmp_path).read(texts)

@@ -139,6 +139,15 @@ def test_passes_are_added_as_the_run_goes_on():
         assert passes == DEPTH or 3 < depths.count(DEPTH) < 20
 
 
+def test_a_wider_model_has_a_lower_learning_rate():
+    half = Recipe().rate(1000, 0.5, 500)
+    assert half == pytest.approx(0.5 / 500)
+    assert Recipe().rate(1000, 0.5, 2000) == pytest.approx(half / 4)
+    assert Recipe().rate(49, 0.0, 500) == pytest.approx(half)  # half of the steps in which it rises
+    for width in (500, 2000):
+        assert Recipe(lr=0.01).rate(1000, 0.5, width) == pytest.approx(0.005)
+
+
 def test_a_layer_begins_as_the_targets_last_one():
     made, of = model(), target()
     network = new_feature_network(CONFIG, of, 0)

