@@ -144,6 +144,7 @@ def test_a_wider_model_has_a_lower_learning_rate():
     assert half == pytest.approx(0.5 / 500)
     assert Recipe().rate(1000, 0.5, 2000) == pytest.approx(half / 4)
     assert Recipe().rate(49, 0.0, 500) == pytest.approx(half)  # half of the steps in which it rises
+    assert Recipe().rate(1000, 0.5, 64) == pytest.approx(0.0015), "a toy model bears no larger one"
     for width in (500, 2000):
         assert Recipe(lr=0.01).rate(1000, 0.5, width) == pytest.approx(0.005)
 

@@ -18,6 +18,7 @@ from quickbeam.hub import trained_folder
 FEATURE, BLOCK = "feature", "block"  # kinds of drafters that are trained
 FIXED = {"option": False}  # fields that no option sets
 WARMUP_SHARE = 0.05  # of a run in which the learning rate rises, at most
+HIGHEST_RATE = 3e-3  # of learning, by default
 # A feature drafter that was trained on `VISITS` tokens has the MAT `MAT_OF_VISITS`, and with twice
 # as many `MAT_OF_DOUBLING` more. A block drafter takes `BLOCK_HUNGER` times as many.
 VISITS, MAT_OF_VISITS, MAT_OF_DOUBLING, BLOCK_HUNGER = 1_100_000, 2.12, 0.2, 10
@@ -68,7 +69,7 @@ class Recipe:
     batch: int = field(default=1024, metadata={"min": 64})
     """Tokens of a training step, padding counted."""
     lr: float | None = field(default=None, metadata={"min": 1e-7})
-    """Highest learning rate. Default: 1 / width of the model."""
+    """Highest learning rate. Default: 1 / width of the model, at most 0.003."""
     file_head: int = field(default=0, metadata={"min": 0})
     """So many rows of the model's head are written into a feature drafter's file, of the most
     frequent tokens (d2t), as other engines ask for."""
@@ -94,7 +95,7 @@ class Recipe:
         `width`: of the model, in units. The wider a matrix, the smaller are the steps that it
         bears: an output adds up as many changes (Yang et al., 2203.03466).
         """
-        highest = self.lr or 1 / width
+        highest = self.lr or min(HIGHEST_RATE, 1 / width)
         rising = min(1.0, max((step + 1) / self.warmup, done / WARMUP_SHARE))
         return highest * rising * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
