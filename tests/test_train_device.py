@@ -2,19 +2,20 @@
 
 from contextlib import ExitStack
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from cases import before
-from quickbeam.train import muon
+from quickbeam.train import muon, recipes
 from quickbeam.train.block import BlockTraining, new_block_network
 from quickbeam.train.muon import Muon
 from quickbeam.train.shards import collate
 from quickbeam.train.states import HIDDEN_FOLDER, StateCache, StateFiles
 from quickbeam.train.trainer import Trainer
-from test_train_block import CONFIG, SMALL, frozen, model, own_text
+from test_train_block import CONFIG, SMALL, D, frozen, model, own_text
 from test_train_shortlist import written
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -48,6 +49,15 @@ def test_a_step_asks_nothing_of_what_the_device_computed(tmp_path, monkeypatch):
         assert figures.shape == (2,)
         with pytest.raises(DataDependentOutputException):
             figures.tolist()
+
+
+def test_a_step_has_the_learning_rate_of_the_models_width(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipes, "HIGHEST_RATE", 1.0)
+    run = trainer(tmp_path, target())
+    run.recipe = replace(SMALL, lr=None)
+    run._step(next(run.batches()))
+    groups = [group for one in run._optimizers for group in one.param_groups]
+    assert {group["lr"] for group in groups} == {run.recipe.rate(0, 0.0, D)}
 
 
 @CUDA

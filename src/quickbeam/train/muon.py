@@ -1,7 +1,7 @@
 """Muon, an optimizer of matrices (Jordan, 2024), for all matrices of a shape at once.
 
-The rows of a large matrix are made orthogonal block by block, as in MuonBP (2510.16981). Of a layer
-with 1,536 units that takes a tenth of the time.
+The rows of a large matrix are made orthogonal block by block, as in MuonBP (2510.16981). That takes
+less time.
 """
 
 from __future__ import annotations
