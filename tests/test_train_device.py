@@ -163,6 +163,13 @@ def test_hidden_states_are_kept_as_far_as_they_fit(where, tmp_path, monkeypatch)
         for i, row, n in zip(chosen, batch.hidden, batch.lengths.tolist(), strict=True):
             assert torch.equal(row[:n], hidden[i, :n])
     assert reads == [4]
+    new = own_text(model(), 2, seed=9)
+    batch = cache.read(collate([new[0], texts[1], new[1]]))
+    assert torch.equal(batch.hidden[1, : batch.lengths[1]], hidden[1, : batch.lengths[1]])
+    right = of.read(batch).hidden  # the new ones are read without the other one
+    torch.testing.assert_close(batch.hidden, right)
+    assert reads == [4, 2, 3]
+    reads[:] = [4]
     kept = KEPT[where](tmp_path / "half")
     cache = StateCache(of, kept, bytes_of[0] + bytes_of[1] - 1)
     for i in (0, 1, 0, 1):

@@ -92,17 +92,27 @@ class StateCache:
 
     def read(self, batch: TrainingBatch) -> TrainingBatch:
         """Return the batch, which is on the CPU, with hidden states, on the target's device."""
-        lengths = batch.lengths.tolist()
-        names = [_name(row[:n]) for row, n in zip(batch.tokens, lengths, strict=True)]
-        if all(name in self._kept for name in names):
-            with suppress(OSError, SafetensorError):  # a damaged file: its text is read again
-                hidden = pad_sequence([self._kept[name] for name in names], batch_first=True)
-                return batch.to(self._target.device)._replace(hidden=hidden)
-        batch = self._target.read(batch)
-        if not _scarce(self._target.device):
-            for name, row, length in zip(names, batch.hidden, lengths, strict=True):
-                self._keep(name, row[:length])
-        return batch
+        names = [
+            _name(row[:length])
+            for row, length in zip(batch.tokens, batch.lengths.tolist(), strict=True)
+        ]
+        rows = [self._kept_at(name) for name in names]
+        missing = [i for i, row in enumerate(rows) if row is None]
+        if missing:
+            part = self._target.read(TrainingBatch(*(column[missing] for column in batch[:3])))
+            scarce = _scarce(self._target.device)
+            for i, row, length in zip(missing, part.hidden, batch.lengths[missing], strict=True):
+                rows[i] = row[:length]
+                if not scarce:
+                    self._keep(names[i], row[:length])
+        hidden = pad_sequence([row for row in rows if row is not None], batch_first=True)
+        return batch.to(self._target.device)._replace(hidden=hidden)
+
+    def _kept_at(self, name: str) -> torch.Tensor | None:
+        """Return hidden states, or None if they are not there, or their file is damaged."""
+        with suppress(KeyError, OSError, SafetensorError):
+            return self._kept[name]
+        return None
 
     def add(self, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
         """Keep the hidden states of a conversation, `[n]`, that was written.
