@@ -1,6 +1,8 @@
 """A feature drafter at work: its distributions are those of its equations run plainly, whatever
 was grown, accepted and begun anew."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
@@ -115,33 +117,49 @@ def test_training_unrolls_what_drafting_computes(kind, monkeypatch):
         text.go_on(tree, [0], ids[i + 2])
 
 
+@pytest.mark.parametrize("later", [None, [[7], [2]], [[8, 0, 3, 5, 6], [1, 9, 4, 2, 3]]])
 @pytest.mark.parametrize("window", [None, 1, 3, 6])
 @pytest.mark.parametrize("rows", [4, 64])
-def test_a_row_sees_the_first_pass_up_to_it_and_of_later_passes_itself(window, rows, monkeypatch):
-    """Of its text with its drafts, the last `window` positions, in outputs and gradients."""
+def test_a_row_sees_the_first_pass_up_to_it_and_of_later_passes_itself(
+    later, window, rows, monkeypatch
+):
+    """Of its text with its drafts, the last `window` positions, in outputs and gradients.
+
+    `later`: the rows that later passes have, by conversation.
+    """
     monkeypatch.setattr(unrolled, "CPU_ROWS", rows)
-    passes, n, heads, size = 3, 10, 4, 8
-    attention = UnrolledAttention(window)
-    drawn = torch.randn(passes, 3, 1, n, heads, size).requires_grad_()
-    out = torch.stack([attention(q, k[:, :, :2], v[:, :, :2]) for q, k, v in drawn])
-    expected = torch.zeros_like(out)
+    passes, b, n, heads, size = 3, 2, 10, 4, 8
+    selected = torch.arange(n).expand(b, -1) if later is None else torch.tensor(later)
+    attention = UnrolledAttention(window, selected)
+    drawn = torch.randn(passes, 3, b, n, heads, size).requires_grad_()
+    outputs, expected = list[torch.Tensor](), list[torch.Tensor]()
     for last in range(passes):
-        for row in range(n):
+        of_pass = torch.arange(n).expand(b, -1) if last == 0 else selected
+        q, k, v = drawn[last][:, torch.arange(b)[:, None], of_pass]
+        outputs.append(attention(q, k[:, :, :2], v[:, :, :2]))
+        wanted = torch.zeros_like(outputs[-1])
+        for conversation, place in product(range(b), range(of_pass.shape[1])):
+            row = int(of_pass[conversation, place])
             # the pass, and the row of it, of each position
             positions = [(0, i) for i in range(row + 1)]
             positions += [(number, row) for number in range(1, last + 1)]
             seen = positions[-window:] if window else positions
             for head in range(heads):
                 keys, values = (
-                    torch.stack([drawn[number, of, 0, i, head // 2] for number, i in seen])
+                    torch.stack(
+                        [drawn[number, of, conversation, i, head // 2] for number, i in seen]
+                    )
                     for of in (1, 2)
                 )
-                weights = (keys @ drawn[last, 0, 0, row, head] * size**-0.5).softmax(-1)
+                query = drawn[last, 0, conversation, row, head]
+                weights = (keys @ query * size**-0.5).softmax(-1)
                 columns = slice(head * size, (head + 1) * size)
-                expected[last, 0, row, columns] = weights @ values
-    torch.testing.assert_close(out, expected)
+                wanted[conversation, place, columns] = weights @ values
+        expected.append(wanted)
+    out, wanted = torch.cat(outputs, 1), torch.cat(expected, 1)
+    torch.testing.assert_close(out, wanted)
     pull = torch.randn_like(out)
-    gradients = [torch.autograd.grad((x * pull).sum(), drawn)[0] for x in (out, expected)]
+    gradients = [torch.autograd.grad((x * pull).sum(), drawn)[0] for x in (out, wanted)]
     torch.testing.assert_close(*gradients)
 
 

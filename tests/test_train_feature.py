@@ -2,7 +2,10 @@
 
 import json
 import math
+import platform
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +109,23 @@ def test_a_pass_of_training_is_what_drafting_computes_behind_each_anchor():
     assert difference_to_drafting() < 5e-3
 
 
+def test_what_is_drafted_further_is_what_all_rows_would_be():
+    of = target()
+    training, batch = FeatureTraining(lively(of), DEPTH), of.read(collate(own_text(model(), 3)))
+    some = training.sample(batch, True, torch.Generator().manual_seed(2))
+    n = batch.tokens.shape[1]
+    anchors = torch.arange(1, n - 1).expand(3, -1)
+    every = Anchors.of(anchors, anchors[..., None] + torch.arange(1, DEPTH + 1) < n)
+    expected = torch.zeros(*every.mask.shape, D)
+    expected[every.mask] = training.draft(batch, every).hidden
+    conversation, anchor, position = some.indices
+    row = some.anchors[conversation, anchor] - 1
+    assert 0 < some.further < every.further
+    torch.testing.assert_close(
+        training.draft(batch, some).hidden, expected[conversation, row, position]
+    )
+
+
 def test_hidden_states_or_tokens_off_by_one_are_noticed(monkeypatch):
     right = unrolled.moved_forward
     assert difference_to_drafting(lambda hidden: right(hidden, 1)) > 1e-2
@@ -118,7 +138,7 @@ def test_targets_of_a_position_are_the_target_s_own_distributions():
     of = target()
     batch = of.read(collate(own_text(model(), 3, seed=7)))
     training = FeatureTraining(lively(of), DEPTH)
-    anchors = training.sample(batch, True, 0.99, torch.Generator().manual_seed(0))
+    anchors = training.sample(batch, True, torch.Generator().manual_seed(0))
     drafted = training.draft(batch, anchors)
     conversation, anchor, position = anchors.indices
     following = anchors.anchors[conversation, anchor] + position + 1
@@ -127,16 +147,26 @@ def test_targets_of_a_position_are_the_target_s_own_distributions():
     assert torch.equal(likeliest, batch.tokens[conversation, following])
 
 
-def test_passes_are_added_as_the_run_goes_on():
+def test_random_rows_are_drafted_further_than_a_position():
     training = FeatureTraining(lively(target()), DEPTH)
     batch = collate(own_text(model(), 2))
-    for done, passes in ((0.0, 1), (0.2, 1), (0.3, 2), (0.6, 3), (0.8, 4), (1.0, 4)):
-        depths = [
-            training.sample(batch, True, done, torch.Generator().manual_seed(seed)).depth
-            for seed in range(40)
-        ]
-        assert set(depths) == {passes, DEPTH}
-        assert passes == DEPTH or 3 < depths.count(DEPTH) < 20
+    masks = [
+        training.sample(batch, True, torch.Generator().manual_seed(seed)) for seed in range(40)
+    ]
+    first = {sorted_rows(anchors, 0) for anchors in masks}
+    assert len(first) == 1, "every token of an answer is an anchor of the first position"
+    count = len(next(iter(first)))
+    further = [sorted_rows(anchors, 1) for anchors in masks]
+    assert len(set(further)) == 40
+    assert all(0.15 * count < len(rows) < 0.35 * count for rows in further)
+    assert len(set().union(*further)) > 0.9 * count, "all have their turn"
+
+
+def sorted_rows(anchors, position):
+    """Conversation and anchor of what is trained on at a position."""
+    conversation, anchor = anchors.mask[..., position].nonzero().T
+    rows = zip(conversation.tolist(), anchors.anchors[conversation, anchor].tolist(), strict=True)
+    return tuple(sorted(rows))
 
 
 def test_a_wider_model_has_a_lower_learning_rate():
@@ -262,6 +292,23 @@ def test_writing_is_timed_while_all_sequences_write(toy_folder, monkeypatch):
     monkeypatch.setattr(forecast.time, "perf_counter", written)
     rate = forecast.write_rate(plan, open_target(str(toy_folder), CPU).loaded.model)
     assert rate == 1 and written() >= plan.slots
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="sets glibc's malloc")
+def test_freed_memory_is_kept_for_the_next_step():
+    """The system clears the pages of large tensors in the first steps alone."""
+    script = """
+import resource, torch
+from quickbeam.train.memory import keep_freed_memory
+keep_freed_memory()
+for step in range(20):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(count * 2**20) for count in (1, 7, 16, 3, 12)]
+    del tensors
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(run.stdout) < 100
 
 
 SIZES = "--tokens 1500 --length 64 --slots 8 --batch 256 --loss-vocab 128 --ahead 3 --rows 300"

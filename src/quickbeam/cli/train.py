@@ -12,6 +12,7 @@ from quickbeam.cli import bench
 from quickbeam.cli.common import check_models, loading_progress, progress_bar, say
 from quickbeam.hub import TABLE_MAT
 from quickbeam.params import SamplingParams
+from quickbeam.train.memory import keep_freed_memory
 from quickbeam.train.recipes import FEATURE, Plan, Recipe, ShortlistPlan, opening_words
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: StageOpt
     used meanwhile. OUT also holds the figures: training.json, log.jsonl, bench.json.
     """
     check_models(plan.model)
+    keep_freed_memory()
     plan = replace(plan, recipe=recipe, out=plan.folder)
     try:
         if stages.only != "shortlist":

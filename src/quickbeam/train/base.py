@@ -40,6 +40,12 @@ class Anchors(NamedTuple):
         """How many positions an anchor has."""
         return self.mask.shape[-1]
 
+    @property
+    def further(self) -> int:
+        """How many of the first anchors it takes to have all with more than one position."""
+        more = self.mask[..., 1:].any(-1).any(0).nonzero()
+        return max(more[:, 0].tolist(), default=0) + 1
+
     def inputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `anchors` and `indices` on a device."""
         return to_device(self.anchors, device), to_device(self.indices, device)
@@ -105,9 +111,9 @@ class DrafterTraining(ABC):
 
     @abstractmethod
     def sample(
-        self, batch: TrainingBatch, answers_only: bool, done: float, generator: torch.Generator
+        self, batch: TrainingBatch, answers_only: bool, generator: torch.Generator
     ) -> Anchors:
-        """Return the anchors of a training step. `done`: how much of the run is over, 0 to 1."""
+        """Return the anchors of a training step."""
 
     @abstractmethod
     def draft(self, batch: TrainingBatch, anchors: Anchors) -> DraftedRows:

@@ -116,7 +116,7 @@ class BlockTraining(DrafterTraining):
         self._spacing = spacing
 
     def sample(
-        self, batch: TrainingBatch, answers_only: bool, done: float, generator: torch.Generator
+        self, batch: TrainingBatch, answers_only: bool, generator: torch.Generator
     ) -> Anchors:
         return sample_anchors(batch, self.depth, self._spacing, answers_only, generator)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from quickbeam.train.base import Anchors, DraftedRows, DrafterTraining, sample_a
 from quickbeam.train.start import copy_layer, target_norm
 from quickbeam.train.target import FrozenTarget, TrainingBatch
 
-DEEP_SHARE = 0.25  # of the steps that have all passes, whatever is over of the run
+FURTHER_SHARE = 0.25  # of the rows with a loss, on which the passes after the first one run, too
 
 
 class FeatureTraining(DrafterTraining):
@@ -26,28 +27,30 @@ class FeatureTraining(DrafterTraining):
         self.depth = depth
 
     def sample(
-        self, batch: TrainingBatch, answers_only: bool, done: float, generator: torch.Generator
+        self, batch: TrainingBatch, answers_only: bool, generator: torch.Generator
     ) -> Anchors:
-        """Return every token as an anchor.
+        """Return every token as an anchor, a share of them with all positions.
 
-        A step of k passes takes k times as long, and what it learns first is the first pass. So
-        there is one pass at first, and another one after every further part of the run. Some steps
-        have all of them from the beginning, so that an early drafter can draft several tokens.
+        The first position is what a drafter learns most by, and a pass over all rows costs as much
+        as the first one. So random rows of each conversation are run further.
         """
-        passes = 1 + int(min(done, 0.999) * self.depth)
-        if float(torch.rand((), generator=generator)) < DEEP_SHARE:
-            passes = self.depth
-        return sample_anchors(batch, passes, 1, answers_only, generator)
+        anchors, mask, _ = sample_anchors(batch, self.depth, 1, answers_only, generator)
+        wanted = int(mask[..., 0].sum(1).max())
+        mask[:, math.ceil(FURTHER_SHARE * wanted) :, 1:] = False
+        return Anchors.of(anchors, mask)
 
     def draft(self, batch: TrainingBatch, anchors: Anchors) -> DraftedRows:
         """Run a pass for each position: the row before an anchor drafts what follows the anchor."""
         on_device, indices = anchors.inputs(batch.hidden.device)
-        outputs = torch.stack(
-            [out for _, out in unroll(self.network, batch.tokens, batch.hidden, anchors.depth)]
-        )
+        further = anchors.further
+        rows = anchors.anchors[:, :further] - 1
+        passes = unroll(self.network, batch.tokens, batch.hidden, anchors.depth, rows=rows)
+        outputs = torch.cat([out for _, out in passes], 1)
         conversation, anchor, position = indices
-        rows = on_device[conversation, anchor] - 1
-        hidden = self.network.feature(outputs[position, conversation, rows])
+        # the first pass has a place for each row of the text, another one for each of `rows`
+        later = batch.tokens.shape[1] + (position - 1) * further + anchor
+        place = torch.where(position > 0, later, on_device[conversation, anchor] - 1)
+        hidden = self.network.feature(outputs[conversation, place])
         return DraftedRows.of(batch, hidden, on_device, indices)
 
     def logits(self, drafted: DraftedRows, head: torch.Tensor) -> torch.Tensor:

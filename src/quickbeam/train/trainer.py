@@ -253,7 +253,7 @@ class Trainer:
         phase = 1.0 if self._trained else done
         answers_only = phase >= ALL_TOKENS_SHARE
         generator = torch.Generator().manual_seed((recipe.seed << 32) + self.step)
-        anchors = self.drafter.sample(batch, answers_only, phase, generator)
+        anchors = self.drafter.sample(batch, answers_only, generator)
         if not anchors.mask.any():
             return torch.zeros(2, device=device)
         sampled = self._vocabulary.sample(batch.tokens, generator)
