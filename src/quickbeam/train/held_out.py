@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from quickbeam.drafters.loss import autocast, row_slices
 from quickbeam.train.base import Anchors, DraftedRows, DrafterTraining, sample_anchors
 from quickbeam.train.shards import Shards, collate
+from quickbeam.train.states import StateCache
 from quickbeam.train.target import FrozenTarget, TrainingBatch
 
 CHECK_SPACING = 16  # tokens of held-out text an anchor
@@ -33,9 +34,16 @@ class HeldOutMetrics(NamedTuple):
 
 @torch.no_grad()
 def measure_held_out(
-    drafter: DrafterTraining, target: FrozenTarget, shards: Shards, indices: Sequence[int]
+    drafter: DrafterTraining,
+    target: FrozenTarget,
+    states: StateCache,
+    shards: Shards,
+    indices: Sequence[int],
 ) -> HeldOutMetrics:
-    """Measure a drafter on the conversations at `indices`, which it was not trained on."""
+    """Measure a drafter on the conversations at `indices`, which it was not trained on.
+
+    `states`: the target's hidden states of them.
+    """
     depth = drafter.depth
     generator = torch.Generator().manual_seed(0)
     # by position: the sums of agreement and of overlap, and how many were measured
@@ -47,7 +55,7 @@ def measure_held_out(
     for index in indices:
         batch = collate([shards[index]])
         anchors = sample_anchors(batch, depth, CHECK_SPACING, True, generator)
-        rates = _acceptance_rates(drafter, target, target.read(batch), anchors)
+        rates = _acceptance_rates(drafter, target, states.read(batch), anchors)
         sums += rates.sum((1, 2))
         measured += anchors.mask.sum((0, 1))
         complete = anchors.mask.all(-1)  # the end of an answer would make the others look shorter

@@ -21,7 +21,7 @@ WARMUP_SHARE = 0.05  # of a run in which the learning rate rises, at most
 HIGHEST_RATE = 3e-3  # of learning, by default
 # A feature drafter that was trained on `VISITS` tokens has the MAT `MAT_OF_VISITS`, and with twice
 # as many `MAT_OF_DOUBLING` more. A block drafter takes `BLOCK_HUNGER` times as many.
-VISITS, MAT_OF_VISITS, MAT_OF_DOUBLING, BLOCK_HUNGER = 1_100_000, 2.12, 0.2, 10
+VISITS, MAT_OF_VISITS, MAT_OF_DOUBLING, BLOCK_HUNGER = 1_100_000, 2.0, 0.2, 10
 # How the model's own questions and documents begin, by language. An instruct model that is given
 # the chat template up to where a user speaks writes what a user would ask. Half of the questions
 # begin with one of these words, so that the text covers what users ask for and not only what the

@@ -92,19 +92,17 @@ class StateCache:
 
     def read(self, batch: TrainingBatch) -> TrainingBatch:
         """Return the batch, which is on the CPU, with hidden states, on the target's device."""
-        names = [
-            _name(row[:length])
-            for row, length in zip(batch.tokens, batch.lengths.tolist(), strict=True)
-        ]
+        lengths = batch.lengths.tolist()
+        names = [_name(row[:n]) for row, n in zip(batch.tokens, lengths, strict=True)]
         rows = [self._kept_at(name) for name in names]
         missing = [i for i, row in enumerate(rows) if row is None]
         if missing:
             part = self._target.read(TrainingBatch(*(column[missing] for column in batch[:3])))
             scarce = _scarce(self._target.device)
-            for i, row, length in zip(missing, part.hidden, batch.lengths[missing], strict=True):
-                rows[i] = row[:length]
+            for i, padded in zip(missing, part.hidden, strict=True):
+                rows[i] = hidden = padded[: lengths[i]]
                 if not scarce:
-                    self._keep(names[i], row[:length])
+                    self._keep(names[i], hidden)
         hidden = pad_sequence([row for row in rows if row is not None], batch_first=True)
         return batch.to(self._target.device)._replace(hidden=hidden)
 

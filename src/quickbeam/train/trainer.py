@@ -243,8 +243,9 @@ class Trainer:
                 reported = time.perf_counter()
         if until < 1:
             return self.check(CHECK_TOKENS)
+        held = self.check(FINAL_TOKENS)
         shutil.rmtree(self.folder / HIDDEN_FOLDER, ignore_errors=True)
-        return self.check(FINAL_TOKENS)
+        return held
 
     def _step(self, batch: TrainingBatch) -> torch.Tensor:
         """Make a step, and return its loss and its gradient's norm: `[2]`, on the device."""
@@ -291,7 +292,7 @@ class Trainer:
                 break
             indices.append(index)
             count += len(self.shards[index].tokens)
-        return measure_held_out(self.drafter, self.target, self.shards, indices)
+        return measure_held_out(self.drafter, self.target, self._states, self.shards, indices)
 
     def _log(self, report: Callable[[Report], None], loss: float, rate: float) -> None:
         record = Report(
