@@ -436,7 +436,7 @@ def test_minutes_choose_the_tokens_once(tmp_path):
 def test_the_plan_says_what_its_drafter_may_gain():
     few = Plan(None, tokens=100_000, recipe=Recipe(epochs=3))
     assert few.visits == 300_000
-    assert "a MAT of about 1.7" in expectation(few) and "a table of n-grams" in expectation(few)
+    assert "a MAT of about 1.6" in expectation(few) and "a table of n-grams" in expectation(few)
     many = replace(few, tokens=4_000_000)
     assert many.expected_mat > 2.5 and "table" not in expectation(many)
     block = replace(few, recipe=Recipe(kind="block", epochs=3))
