@@ -7,19 +7,30 @@ An entry is one of `quickbeam bench --methods`, with "=" and the folder of anoth
 model's own. "auto-" and a source's name is `auto` without it. The first is what the others are held
 against: "over the first" is the geometric mean over questions of tokens per second, prompts left
 out, with its standard error; "with prompts" counts them. "Draft ms" are those of a step.
+What a pass costs by its rows is measured beside every question, since drafts gain less where memory
+is fast: one row then costs little, and further rows as much as before.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import exp, log
-from statistics import fmean, stdev
+from statistics import fmean, quantiles, stdev
 from unittest.mock import patch
 
-from common import arguments, finish, load, params_of, questions_of, script
+from common import (
+    arguments,
+    finish,
+    load,
+    milliseconds,
+    params_of,
+    pass_of,
+    questions_of,
+    script,
+)
 from quickbeam import LLM
 from quickbeam.bench.methods import LLMRunner, parse_methods
 from quickbeam.bench.run import begin, run, warm_up
@@ -35,6 +46,8 @@ from quickbeam.methods.base import ProposalSteps
 
 # that `auto` can be asked to do without
 SOURCES = (Ngram.name, LastLogits.name, Recycling.name, OwnText.name)
+WIDTHS = (1, 4, 8)  # rows of the passes whose cost is told
+CONTEXT = 200  # tokens before them
 
 
 class Without(auto.Auto):
@@ -73,6 +86,16 @@ def faster(rates: Sequence[float], first: Sequence[float]) -> tuple[float, float
     return mean, mean * stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
 
 
+def passes_in_words(costs: Sequence[Mapping[int, float]]) -> str:
+    """Say what a pass took, by its rows: the median over questions, and the quartiles."""
+    parts = []
+    for rows in WIDTHS:
+        ms = [cost[rows] for cost in costs]
+        low, middle, high = quantiles(ms, method="inclusive") if len(ms) > 1 else ms * 3
+        parts.append(f"{rows} row{'s' * (rows > 1)} {middle:.1f} ms ({low:.1f} to {high:.1f})")
+    return f"A pass behind {CONTEXT} tokens: {', '.join(parts)}."
+
+
 def main() -> None:
     parser = arguments(__doc__, limit=48, max_tokens=128)
     parser.add_argument("entries", nargs="+", metavar="METHOD[=FOLDER]")
@@ -97,7 +120,9 @@ def compare(given: Namespace) -> None:
         runners[entry] = LLMRunner(llms[folder], items[-1], given.raw)
     results = begin(items, params_of(given))
     warm_up(runners, results.params)
-    list(run(questions_of(given), runners, results))
+    one_pass = pass_of(next(iter(llms.values())).model, CONTEXT)
+    works = {rows: partial(one_pass, rows) for rows in WIDTHS}
+    costs = [milliseconds(works, 3, warm=1) for _ in run(questions_of(given), runners, results)]
     rows, figures, first = list[dict[str, object]](), {}, {}
     for entry in given.entries:
         answers = [trial.answers[entry].statistics for trial in results.trials]
@@ -128,7 +153,10 @@ def compare(given: Namespace) -> None:
         row["identical"] = "-" if same is None else f"{same} of {len(results.trials)}"
         rows.append(row)
         figures[entry] = figure
-    finish(given, rows, model=next(iter(llms.values())).name, drafters=figures)
+    finish(
+        given, rows, model=next(iter(llms.values())).name, drafters=figures, pass_milliseconds=costs
+    )
+    print(passes_in_words(costs))
 
 
 if __name__ == "__main__":

@@ -96,13 +96,15 @@ def test_prompts_have_three_forms(tmp_path):
         refuses("can't be read", shards.read_prompts, unreadable)
 
 
-def test_batches_hold_every_index_once_and_no_more_than_asked():
+def test_batches_hold_every_index_once_and_about_as_many_tokens_as_asked():
     generator, rng = torch.Generator().manual_seed(0), random.Random(0)
     lengths = [rng.randint(1, 300) for _ in range(400)]
     batches = shards.spread_lengths(lengths, 1000, generator)
     assert sorted(i for batch in batches for i in batch) == list(range(400))
     sizes = [max(lengths[i] for i in batch) * len(batch) for batch in batches]
-    assert max(sizes) <= 1000 and sum(sizes) < 1.3 * sum(lengths) and sum(sizes) / len(sizes) > 750
+    # the longest has 300 tokens
+    assert max(sizes) <= 1150 and sum(sizes) < 1.3 * sum(lengths)
+    assert 900 < sum(sizes) / len(sizes) < 1050
     order = [min(lengths[i] for i in batch) for batch in batches]
     assert order != sorted(order) and batches != shards.spread_lengths(lengths, 1000, generator)
     # one longer than a batch is a batch

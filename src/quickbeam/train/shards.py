@@ -171,7 +171,8 @@ def spread_lengths(
 ) -> list[list[int]]:
     """Return batches of indices of about `batch` tokens, padding counted.
 
-    Indices of similar length go together. The batches are in random order.
+    Indices of similar length go together. The batches are in random order. A batch takes one more
+    where that comes nearer to `batch`, so it may be larger by half a conversation.
     """
     noise = torch.rand(len(lengths), generator=generator).tolist()
     noisy = [length * (0.9 + 0.2 * noise[i]) for i, length in enumerate(lengths)]
@@ -179,7 +180,7 @@ def spread_lengths(
     longest = 0
     for i in sorted(range(len(lengths)), key=lambda i: noisy[i]):
         longest = max(longest, lengths[i])
-        if batches[-1] and longest * (len(batches[-1]) + 1) > batch:
+        if batches[-1] and longest * (2 * len(batches[-1]) + 1) > 2 * batch:
             batches.append([])
             longest = lengths[i]
         batches[-1].append(i)
