@@ -56,6 +56,13 @@ def target():
     return frozen(model(), (*CONFIG.layers, 3))
 
 
+def lengthened(text, count):
+    """The conversation with `count` random tokens more in its answer."""
+    more = torch.randint(VOCAB - 1, (count,), generator=torch.Generator().manual_seed(count))
+    tokens = torch.cat([text.tokens, more.int()])
+    return ConversationTokens(tokens, torch.arange(len(tokens)) >= 3, 0.0)
+
+
 def lively(of):
     """A network whose weights are large enough for all of its inputs to show."""
     made = new_feature_network(CONFIG, of, 0)
@@ -126,6 +133,31 @@ def test_what_is_drafted_further_is_what_all_rows_would_be():
     )
 
 
+def test_padding_to_sizes_that_come_again_changes_nothing():
+    of = target()
+    training, texts = FeatureTraining(lively(of), DEPTH), own_text(model(), 3)
+    plain, padded = of.read(collate(texts)), of.read(collate(texts, unrolled.rounded_up))
+    assert padded.tokens.shape == padded.hidden.shape[:2] == (3, 32) > plain.tokens.shape
+    anchors = training.sample(plain, True, torch.Generator().manual_seed(2))
+    drafted, also = training.draft(plain, anchors), training.draft(padded, anchors)
+    for column, other in zip(drafted, also, strict=True):
+        torch.testing.assert_close(column, other)
+
+
+def test_steps_have_few_sizes(tmp_path):
+    of, texts = target(), own_text(model(), 60)
+    long = [lengthened(text, 10 * index) for index, text in enumerate(texts)]
+    written(tmp_path / "text", long)
+    training = FeatureTraining(lively(of), DEPTH)
+    recipe = Recipe(batch=600)
+    run = Trainer(training, of, tmp_path / "text", recipe, 10**6, tmp_path / "out")
+    batches = [batch for _, batch in zip(range(40), run.batches(), strict=False)]
+    generator = torch.Generator().manual_seed(0)
+    further = [training.sample(batch, True, generator).further for batch in batches]
+    assert {batch.tokens.shape[1] % unrolled.MULTIPLE for batch in batches} == {0}
+    assert len({len(text.tokens) for text in long}) > 50 and len(set(further)) < 20
+
+
 def test_hidden_states_or_tokens_off_by_one_are_noticed(monkeypatch):
     right = unrolled.moved_forward
     assert difference_to_drafting(lambda hidden: right(hidden, 1)) > 1e-2
@@ -149,7 +181,7 @@ def test_targets_of_a_position_are_the_target_s_own_distributions():
 
 def test_random_rows_are_drafted_further_than_a_position():
     training = FeatureTraining(lively(target()), DEPTH)
-    batch = collate(own_text(model(), 2))
+    batch = collate([lengthened(text, 200) for text in own_text(model(), 2)])
     masks = [
         training.sample(batch, True, torch.Generator().manual_seed(seed)) for seed in range(40)
     ]

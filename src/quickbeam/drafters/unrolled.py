@@ -15,6 +15,16 @@ from quickbeam.models.torch.network import LayerStack
 from quickbeam.models.torch.pages import to_device
 
 CPU_ROWS, DEVICE_ROWS = 64, 4096  # of a text whose attention is computed at once
+MULTIPLE = 32  # of the lengths of batches and contexts (`rounded_up`)
+
+
+def rounded_up(size: int) -> int:
+    """Return a size of tensors that comes again in other steps of a training.
+
+    Where no two steps have the same sizes, PyTorch makes new kernels for each, and what steps free
+    leaves the memory in pieces of all sizes, among which each allocation has to search.
+    """
+    return -(-size // MULTIPLE) * MULTIPLE
 
 
 class UnrolledAttention:
@@ -41,10 +51,11 @@ class UnrolledAttention:
         n = query.shape[2]
         rows = torch.arange(n)[None] if len(self._keys) == 1 else self._rows
         size = CPU_ROWS if query.device.type == "cpu" else DEVICE_ROWS
+        all_rows = self._keys[0].shape[2]
         parts = list[torch.Tensor]()
         for begin in range(0, n, size):
             part = slice(begin, min(begin + size, n))
-            end = int(rows[:, part].max()) + 1
+            end = min(all_rows, rounded_up(int(rows[:, part].max()) + 1))
             attended = F.scaled_dot_product_attention(
                 query[:, :, part],
                 _seen_by(self._keys, part, end),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from quickbeam.drafters.eagle_files import save_eagle
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.loss import distribution_loss
-from quickbeam.drafters.unrolled import unroll
+from quickbeam.drafters.unrolled import rounded_up, unroll
 from quickbeam.train.base import Anchors, DraftedRows, DrafterTraining, sample_anchors
 from quickbeam.train.start import copy_layer, target_norm
 from quickbeam.train.target import FrozenTarget, TrainingBatch
@@ -32,11 +32,12 @@ class FeatureTraining(DrafterTraining):
         """Return every token as an anchor, a share of them with all positions.
 
         The first position is what a drafter learns most by, and a pass over all rows costs as much
-        as the first one. So random rows of each conversation are run further.
+        as the first one. So random rows of each conversation are run further. How many comes again
+        in other steps.
         """
         anchors, mask, _ = sample_anchors(batch, self.depth, 1, answers_only, generator)
         wanted = int(mask[..., 0].sum(1).max())
-        mask[:, math.ceil(FURTHER_SHARE * wanted) :, 1:] = False
+        mask[:, math.ceil(FURTHER_SHARE * rounded_up(wanted)) :, 1:] = False
         return Anchors.of(anchors, mask)
 
     def draft(self, batch: TrainingBatch, anchors: Anchors) -> DraftedRows:

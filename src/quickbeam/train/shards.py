@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch.nn.utils.rnn import pad_sequence
 
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.train.target import TrainingBatch
+from quickbeam.train.target import TrainingBatch, padded
 
 SHARD = 20_000  # a file is written once there are so many tokens for it
 HELD_OUT = 50  # one conversation in this many is never trained on
@@ -187,12 +186,18 @@ def spread_lengths(
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def collate(conversations: Sequence[ConversationTokens]) -> TrainingBatch:
-    """Return conversations as a batch, padded to the longest, without hidden states."""
-    tokens = pad_sequence([c.tokens for c in conversations], batch_first=True)
-    answer = pad_sequence([c.answer for c in conversations], batch_first=True)
-    lengths = torch.tensor([len(c.tokens) for c in conversations])
-    return TrainingBatch(tokens.long(), answer, lengths)
+def collate(
+    conversations: Sequence[ConversationTokens], length: Callable[[int], int] = int
+) -> TrainingBatch:
+    """Return conversations as a batch, without hidden states.
+
+    They are padded to the `length` of the longest, by default to the longest.
+    """
+    lengths = [len(c.tokens) for c in conversations]
+    longest = length(max(lengths))
+    tokens = padded([c.tokens for c in conversations], longest)
+    answer = padded([c.answer for c in conversations], longest)
+    return TrainingBatch(tokens.long(), answer, torch.tensor(lengths))
 
 
 def split(shards: Sequence[ConversationTokens]) -> tuple[list[int], list[int]]:

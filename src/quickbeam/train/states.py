@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch.nn.utils.rnn import pad_sequence
 
-from quickbeam.train.target import FrozenTarget, TrainingBatch
+from quickbeam.train.target import FrozenTarget, TrainingBatch, padded
 
 HIDDEN_FOLDER = "hidden"  # of hidden states, in the folder of the training
 KEPT_BYTES = 16 << 30  # of hidden states on disk, at most
@@ -99,11 +98,11 @@ class StateCache:
         if missing:
             part = self._target.read(TrainingBatch(*(column[missing] for column in batch[:3])))
             scarce = _scarce(self._target.device)
-            for i, padded in zip(missing, part.hidden, strict=True):
-                rows[i] = hidden = padded[: lengths[i]]
+            for i, row in zip(missing, part.hidden, strict=True):
+                rows[i] = hidden = row[: lengths[i]]
                 if not scarce:
                     self._keep(names[i], hidden)
-        hidden = pad_sequence([row for row in rows if row is not None], batch_first=True)
+        hidden = padded([row for row in rows if row is not None], batch.tokens.shape[1])
         return batch.to(self._target.device)._replace(hidden=hidden)
 
     def _kept_at(self, name: str) -> torch.Tensor | None:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 
 from quickbeam.drafters.loss import fast_bfloat16
 from quickbeam.models import builtin
@@ -38,6 +37,14 @@ class TrainingBatch(NamedTuple):
         """Return it with all but the hidden states, which are there, copied from the CPU."""
         tokens, answer, lengths = (to_device(column, device) for column in self[:3])
         return TrainingBatch(tokens, answer, lengths, self.hidden)
+
+
+def padded(rows: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """Return rows `[n, …]`, each n its own, side by side, `[b, length, …]`, with zeros behind."""
+    batch = rows[0].new_zeros(len(rows), length, *rows[0].shape[1:])
+    for into, row in zip(batch, rows, strict=True):
+        into[: len(row)] = row
+    return batch
 
 
 class OpenTarget(NamedTuple):
@@ -104,7 +111,7 @@ class FrozenTarget:
             for part in parts:
                 part.cache.release()
         hidden = [part.hidden.to(self.dtype) for part in passed if part.hidden is not None]
-        return batch.to(self.device)._replace(hidden=pad_sequence(hidden, batch_first=True))
+        return batch.to(self.device)._replace(hidden=padded(hidden, batch.tokens.shape[1]))
 
     def digest(self) -> str:
         """Return a hash of the hidden states of a sample of tokens.

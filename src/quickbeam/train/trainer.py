@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from quickbeam.drafters.loss import LossVocabulary, autocast
+from quickbeam.drafters.unrolled import rounded_up
 from quickbeam.errors import InvalidInput, QuickbeamError, first_line
 from quickbeam.models.torch.pages import to_device
 from quickbeam.train.base import Anchors, DrafterTraining
@@ -205,7 +206,7 @@ class Trainer:
             groups = spread_lengths(lengths, self.recipe.batch, generator)
             for group in groups[self.batch :]:
                 self.batch += 1
-                yield collate([self.shards[indices[i]] for i in group])
+                yield collate([self.shards[indices[i]] for i in group], rounded_up)
             self.shards = Shards(self.text)
             self.round += 1
             self.batch = 0
