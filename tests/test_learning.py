@@ -168,13 +168,13 @@ def own_states(target, ids):
 
 def recorded_far(school):
     """How far the hidden states that are learned from are from the target's own, at most."""
-    sequence, _ = school.ask([3, 1, 4, 1, 5] * 9)
+    sequence, _ = school.ask([3, 1, 4, 1, 5] * 60)
     assert sequence.statistics.nodes > 2 * sequence.statistics.steps  # some of them rejected
     (text,) = school.learner.of(None).texts
     expected = own_states(school.target, sequence.ids[:-1])[-len(text.tokens) :]
     begin = len(sequence.ids) - 1 - len(text.tokens)
     assert text.tokens.tolist() == sequence.ids[begin:-1]
-    assert text.first == CONTEXT and begin + text.first == 45
+    assert text.first == CONTEXT and begin + text.first == 300
     return float((text.hidden - expected).abs().max())
 
 

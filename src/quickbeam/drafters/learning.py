@@ -26,7 +26,7 @@ from quickbeam.models.torch.parts import Product
 
 RANK = 16  # of the changes of a weight
 DEPTH = 3  # tokens that are drafted behind each anchor, each on the drafts before it
-CONTEXT = 32  # tokens before the first one that is learned from
+CONTEXT = 256  # tokens before the first one that is learned from, which drafts look back at
 LOSS_TOKENS = 2048  # of the vocabulary, over which losses are taken
 
 
@@ -175,9 +175,12 @@ class LearnedNetwork:
         end = len(excerpt.tokens) - DEPTH
         hidden = excerpt.hidden.to(torch.float32, copy=True)
         drafted, targets = list[torch.Tensor](), list[torch.Tensor]()
-        passes = unroll(network, excerpt.tokens[None], hidden[None], DEPTH, self._layers)
+        rows_learned = torch.arange(first, end)[None]
+        passes = unroll(
+            network, excerpt.tokens[None], hidden[None], DEPTH, self._layers, rows_learned
+        )
         for depth, (_, out) in enumerate(passes):
-            drafted.append(network.feature(out[0, first:end]))
+            drafted.append(network.feature(out[0] if depth else out[0, first:end]))
             following = slice(first + depth + 1, end + depth + 1)
             targets.append(hidden[following, self._target_columns])
         loss, distance = distribution_loss(
