@@ -110,6 +110,6 @@ def _load_network(kind: str, path: Path, target: Model, kernels: Kernels | None)
 def _refuse_weights(name: str, weights: str | None) -> None:
     if weights not in (None, BFLOAT16):
         raise InvalidInput(
-            f"draft_weights={weights!r}: {name} is a feature drafter, whose format can't be chosen; "
-            "leave it out"
+            f"draft_weights={weights!r}: {name} is a feature drafter, whose format can't be "
+            "chosen; leave it out"
         )
