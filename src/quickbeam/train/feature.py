@@ -32,8 +32,8 @@ class FeatureTraining(DrafterTraining):
         """Return every token as an anchor, a share of them with all positions.
 
         The first position is what a drafter learns most by, and a pass over all rows costs as much
-        as the first one. So random rows of each conversation are run further. How many comes again
-        in other steps.
+        as the first one. So random rows of each conversation are run further. Their number is
+        rounded up, so that other steps have it, too.
         """
         anchors, mask, _ = sample_anchors(batch, self.depth, 1, answers_only, generator)
         wanted = int(mask[..., 0].sum(1).max())

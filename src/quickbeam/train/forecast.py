@@ -22,7 +22,7 @@ from quickbeam.train.trainer import optimizers, step_loss
 
 WRITTEN = 5  # passes in which every sequence writes a token
 PROMPT = 64  # tokens before them
-LENGTH = 320  # tokens of the conversations that are read and trained on: a mean
+LENGTH = 320  # tokens of a conversation that is read and trained on: about the mean of texts
 FILLED = 0.95  # of the tokens that a batch may have; the others are padding
 
 
