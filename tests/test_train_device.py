@@ -12,8 +12,9 @@ from cases import before
 from quickbeam.train import muon, recipes
 from quickbeam.train.block import BlockTraining, new_block_network
 from quickbeam.train.muon import Muon
+from quickbeam.train.recipes import HIDDEN_FOLDER
 from quickbeam.train.shards import collate
-from quickbeam.train.states import HIDDEN_FOLDER, StateCache, StateFiles
+from quickbeam.train.states import StateCache, StateFiles
 from quickbeam.train.trainer import Trainer
 from test_train_block import CONFIG, SMALL, D, frozen, model, own_text
 from test_train_shortlist import written

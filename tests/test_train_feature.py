@@ -36,7 +36,7 @@ from quickbeam.train.base import Anchors
 from quickbeam.train.feature import FeatureTraining, feature_layers, new_feature_network
 from quickbeam.train.forecast import Rates
 from quickbeam.train.given import conversations, read_given
-from quickbeam.train.recipes import Plan, Recipe
+from quickbeam.train.recipes import HIDDEN_FOLDER, Plan, Recipe
 from quickbeam.train.shards import ConversationTokens, Shards, collate
 from quickbeam.train.stages import TextStage, feature_config, planned
 from quickbeam.train.target import FrozenTarget, TrainingBatch, open_target
@@ -359,6 +359,7 @@ def test_one_command_makes_a_drafter_with_its_list_and_router(toy_folder, prompt
     for words in ("to write", "a first drafter in", "held-out agreement by position", "recall"):
         assert words in result.output
     assert Artefact.load(out).router is not None
+    assert not (out / HIDDEN_FOLDER).exists()
     methods = json.loads((out / "bench.json").read_text())["methods"]
     assert all(row["identical"] == row["prompts"] for row in methods.values() if row["prompts"])
     made = (out / "model.safetensors").read_bytes()

@@ -21,10 +21,11 @@ from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import QuickbeamError
 from quickbeam.train import places, shortlist
 from quickbeam.train.places import collect_places
-from quickbeam.train.recipes import ShortlistPlan
+from quickbeam.train.recipes import HIDDEN_FOLDER, ShortlistPlan
 from quickbeam.train.router import CLUSTERINGS, halve, routed, train_router
 from quickbeam.train.shards import ConversationTokens, Shards, ShardWriter, collate, split
 from quickbeam.train.shortlist import ShortlistTraining
+from quickbeam.train.states import StateCache
 from scripts import cli, script
 
 VOCAB, D = 60, 16
@@ -216,6 +217,25 @@ def test_nothing_held_out_is_trained_on(toy_folder, folder, monkeypatch):
     assert sorted(held + train) == list(range(len(stage.shards)))
     texts = torch.cat([stage.shards[i].tokens for i in train]).long()
     assert torch.equal(stage.counts(), torch.bincount(texts, minlength=len(stage.target.head)))
+
+
+def test_hidden_states_that_a_training_left_are_not_read_again(toy_folder, folder, monkeypatch):
+    plan = ShortlistPlan(rows=100, router_epochs=1)
+
+    def recalls():
+        stage = ShortlistTraining(toy_folder, folder, plan)
+        reads = list[int]()
+        before(monkeypatch, stage.target, "read", lambda batch: reads.append(len(batch.tokens)))
+        return stage.run(lambda what, done: None), reads
+
+    anew, reads = recalls()
+    assert reads
+    stage = ShortlistTraining(toy_folder, folder, plan)
+    states = StateCache.of(stage.target, folder / HIDDEN_FOLDER)
+    for conversation in stage.shards:
+        states.read(collate([conversation]))
+    kept, reads = recalls()
+    assert not reads and kept == anew
 
 
 def test_bad_input_to_the_command(toy_folder, folder, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import shutil
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -13,7 +14,14 @@ from quickbeam.cli.common import check_models, loading_progress, progress_bar, s
 from quickbeam.hub import TABLE_MAT
 from quickbeam.params import SamplingParams
 from quickbeam.train.memory import keep_freed_memory
-from quickbeam.train.recipes import FEATURE, Plan, Recipe, ShortlistPlan, opening_words
+from quickbeam.train.recipes import (
+    FEATURE,
+    HIDDEN_FOLDER,
+    Plan,
+    Recipe,
+    ShortlistPlan,
+    opening_words,
+)
 
 if TYPE_CHECKING:
     from quickbeam.train.forecast import Rates
@@ -66,6 +74,8 @@ def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: StageOpt
         if stages.only == "shortlist" or (stages.only is None and recipe.kind == FEATURE):
             make_shortlist(plan, shortlist)
             gc.collect()
+        if stages.only in (None, "drafter"):
+            shutil.rmtree(plan.folder / HIDDEN_FOLDER, ignore_errors=True)
         if stages.only is None:
             bench.compare(
                 bench.QuestionOptions(limit=stages.limit),

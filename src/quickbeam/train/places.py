@@ -18,6 +18,7 @@ from quickbeam.drafters.scoring import OFFERED
 from quickbeam.drafters.unrolled import moved_forward, unroll
 from quickbeam.errors import InvalidInput
 from quickbeam.train.shards import Shards, collate, spread_lengths
+from quickbeam.train.states import StateCache
 from quickbeam.train.target import FrozenTarget, TrainingBatch
 
 LIKELY = 48  # the target's likeliest tokens that a place has
@@ -63,19 +64,21 @@ def collect_places(
     count: int,
     seed: int = 0,
     report: Callable[[float], None] = lambda done: None,
+    states: StateCache | None = None,
 ) -> Places:
     """Return at most `count` places in the answers of the conversations at `indices`.
 
     Places are at depths 0 to `depths` - 1. `target` reads the layers that `network` does, and last
-    what its own head reads. `report(done)` is called with the share that is done, 0 to 1. Raises
-    `InvalidInput` if no place is in an answer.
+    what its own head reads. `states`: has them of texts that were read before. `report(done)` is
+    called with the share that is done, 0 to 1. Raises `InvalidInput` if no place is in an answer.
     """
+    reader = target if states is None else states
     generator = torch.Generator().manual_seed(seed)
     lengths = [len(shards[index].tokens) for index in indices]
     parts = list[Places]()
     collected = 0
     for group in spread_lengths(lengths, BATCH_TOKENS, generator) if lengths else ():
-        batch = target.read(collate([shards[indices[i]] for i in group]))
+        batch = reader.read(collate([shards[indices[i]] for i in group]))
         with autocast(target.device):
             for places in _places_of_batch(network, target.head, batch, depths):
                 parts.append(places)

@@ -17,6 +17,7 @@ from quickbeam.hub import trained_folder
 
 FEATURE, BLOCK = "feature", "block"  # kinds of drafters that are trained
 FIXED = {"option": False}  # fields that no option sets
+HIDDEN_FOLDER = "hidden"  # of hidden states of the text, in the folder of a training
 WARMUP_SHARE = 0.05  # of a run in which the learning rate rises, at most
 HIGHEST_RATE = 3e-3  # of learning, by default
 # A feature drafter that was trained on `VISITS` tokens has the MAT `MAT_OF_VISITS`, and with twice

@@ -25,9 +25,10 @@ from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
 from quickbeam.models.weights.formats import pick_device
 from quickbeam.train.places import Places, collect_places
-from quickbeam.train.recipes import ShortlistPlan
+from quickbeam.train.recipes import HIDDEN_FOLDER, ShortlistPlan
 from quickbeam.train.router import CLUSTERINGS, halve, ranking, recall, routed, train_router
 from quickbeam.train.shards import Shards, split, token_counts
+from quickbeam.train.states import StateCache
 from quickbeam.train.target import FrozenTarget, open_target
 
 HELD_PLACES = 20_000  # the most places that the figures are measured on
@@ -94,6 +95,9 @@ class ShortlistTraining:
             )
         self.target = FrozenTarget(loaded, opened.parameters, opened.stack, (*config.layers, last))
         self.network = network.to(self.target.device).eval()
+        # what a training has left
+        hidden = out / HIDDEN_FOLDER
+        self._states = StateCache.of(self.target, hidden) if hidden.is_dir() else None
         sizes = DEFAULT_SIZES[plan.clusters]
         default_listed = min(max(1, vocab // sizes.vocab_per_listed), sizes.most_listed)
         self.listed = plan.listed or default_listed
@@ -167,6 +171,7 @@ class ShortlistTraining:
             count,
             self.seed,
             report,
+            self._states,
         )
 
     def _clustered(self, places: Places) -> Layout:

@@ -32,10 +32,10 @@ from quickbeam.train.block import BlockTraining, new_block_network
 from quickbeam.train.feature import FeatureTraining, feature_layers, new_feature_network
 from quickbeam.train.forecast import Rates, measure_rates, write_rate
 from quickbeam.train.held_out import HeldOutMetrics
-from quickbeam.train.recipes import Plan, Recipe, opening_words
+from quickbeam.train.recipes import HIDDEN_FOLDER, Plan, Recipe, opening_words
 from quickbeam.train.router import ranking
 from quickbeam.train.shards import Shards, ShardWriter, read_prompts, token_counts
-from quickbeam.train.states import HIDDEN_FOLDER, StateCache
+from quickbeam.train.states import StateCache
 from quickbeam.train.target import FrozenTarget, OpenTarget
 from quickbeam.train.trainer import Report, Trainer
 

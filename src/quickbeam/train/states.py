@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from quickbeam.train.target import FrozenTarget, TrainingBatch, padded
 
-HIDDEN_FOLDER = "hidden"  # of hidden states, in the folder of the training
 KEPT_BYTES = 16 << 30  # of hidden states on disk, at most
 
 

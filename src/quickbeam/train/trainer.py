@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,9 +25,9 @@ from quickbeam.models.torch.pages import to_device
 from quickbeam.train.base import Anchors, DrafterTraining
 from quickbeam.train.held_out import HeldOutMetrics, measure_held_out
 from quickbeam.train.muon import Muon
-from quickbeam.train.recipes import Recipe
+from quickbeam.train.recipes import HIDDEN_FOLDER, Recipe
 from quickbeam.train.shards import Shards, collate, split, spread_lengths, token_counts
-from quickbeam.train.states import HIDDEN_FOLDER, StateCache
+from quickbeam.train.states import StateCache
 from quickbeam.train.target import FrozenTarget, TrainingBatch
 
 # The first share of the run, in which all tokens are trained on, those of users too: text is
@@ -96,10 +95,10 @@ class Trainer:
     """Trains a drafter on `tokens` tokens of the text in the folder `text`, again and again.
 
     `folder` gets `checkpoint.pt`, from which a next run resumes, and the drafter, both every
-    `save_every` seconds. It gets a line of `log.jsonl` every `report_every` seconds. Until the end
-    it also has hidden states of the text, if the CPU trains (`StateCache`). The text may grow
-    meanwhile: each round takes what is there when it begins. `trained`: the network is no new one,
-    and needs no first phase (`ALL_TOKENS_SHARE`, `loss.ENTROPY_SHARE`).
+    `save_every` seconds. It gets a line of `log.jsonl` every `report_every` seconds, and the hidden
+    states of the text, if the CPU trains (`StateCache`). The text may grow meanwhile: each round
+    takes what is there when it begins. `trained`: the network is no new one, and needs no first
+    phase (`ALL_TOKENS_SHARE`, `loss.ENTROPY_SHARE`).
 
     Raises `InvalidInput` for a checkpoint of another training.
     """
@@ -242,11 +241,7 @@ class Trainer:
                 self._losses_and_norms.clear()
                 self._log(report, loss, rate)
                 reported = time.perf_counter()
-        if until < 1:
-            return self.check(CHECK_TOKENS)
-        held = self.check(FINAL_TOKENS)
-        shutil.rmtree(self.folder / HIDDEN_FOLDER, ignore_errors=True)
-        return held
+        return self.check(CHECK_TOKENS if until < 1 else FINAL_TOKENS)
 
     def _step(self, batch: TrainingBatch) -> torch.Tensor:
         """Make a step, and return its loss and its gradient's norm: `[2]`, on the device."""
