@@ -113,7 +113,8 @@ class Plan:
     tokens: int = field(default=4_000_000, metadata={"min": 1000, "common": True})
     """Tokens of text that the model writes."""
     minutes: float | None = field(default=None, metadata={"min": 1, "common": True})
-    """Choose --tokens so that all takes about so long on this machine, by a measurement."""
+    """Choose --tokens so that text and training take about so long on this machine, by a
+    measurement; router and bench take some minutes more."""
     prompts: Path | None = field(default=None, metadata={"common": True, "metavar": "FILE"})
     """Questions of your own, a JSON object a line: {"prompt": …}, {"turns": […]} or
     {"messages": […]}. Default: the model writes questions."""
