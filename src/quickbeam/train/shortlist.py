@@ -95,7 +95,7 @@ class ShortlistTraining:
             )
         self.target = FrozenTarget(loaded, opened.parameters, opened.stack, (*config.layers, last))
         self.network = network.to(self.target.device).eval()
-        # what a training has left
+        # of the text, where a training has left them
         hidden = out / HIDDEN_FOLDER
         self._states = StateCache.of(self.target, hidden) if hidden.is_dir() else None
         sizes = DEFAULT_SIZES[plan.clusters]
