@@ -204,11 +204,11 @@ def test_a_toy_target_is_learnt(tmp_path):
     recipe = replace(SMALL, batch=512, lr=2e-2, spacing=1)
     run = trainer(text, tmp_path / "out", 20_000, recipe, every=1e9)
     run.report_every = 1e9
-    before = run.check(10**6)
+    before = run.check(10**6, 4)
     held = run.run(lambda report: None)
     # layers that begin as the target's know the first position already
     assert min(before.overlap[1:]) < 0.5 and before.mat < 2.3
-    assert min(held.overlap) > 0.8 and held.mat_drawn > 4, held
+    assert min(held.overlap) > 0.75 and held.mat_drawn > 3.5, held
     assert min(held.agreement) > 0.5 and held.mat > 2.7, held  # where two tokens tie, less
     parts = TargetParts(2, D, VOCAB, run.target.embedding, torch.nn.Identity())
     loaded = load_block(tmp_path / "out", parts)

@@ -111,11 +111,11 @@ def test_batches_hold_every_index_once_and_about_as_many_tokens_as_asked():
     assert shards.spread_lengths([50, 7], 10, generator) in ([[0], [1]], [[1], [0]])
 
 
-def test_one_conversation_in_fifty_is_held_out_and_a_single_one_is_too_little(tmp_path):
+def test_one_conversation_in_twenty_five_is_held_out_and_a_single_one_is_too_little(tmp_path):
     write(tmp_path, 0)
     refuses(r"a single conversation.*--tokens", split, Shards(tmp_path))
     write(tmp_path, 1)
     assert split(Shards(tmp_path)) == ([0], [1])
     write(tmp_path, *range(2, 105))
     train, held = split(Shards(tmp_path))
-    assert held == [49, 99] and sorted(train + held) == list(range(105))
+    assert held == [24, 49, 74, 99] and sorted(train + held) == list(range(105))

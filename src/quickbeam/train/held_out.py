@@ -14,8 +14,6 @@ from quickbeam.train.shards import Shards, collate
 from quickbeam.train.states import StateCache
 from quickbeam.train.target import FrozenTarget, TrainingBatch
 
-CHECK_SPACING = 16  # tokens of held-out text an anchor
-
 
 class HeldOutMetrics(NamedTuple):
     """Figures on held-out answers. The tokens before a position are the text's.
@@ -39,10 +37,11 @@ def measure_held_out(
     states: StateCache,
     shards: Shards,
     indices: Sequence[int],
+    spacing: int,
 ) -> HeldOutMetrics:
     """Measure a drafter on the conversations at `indices`, which it was not trained on.
 
-    `states`: the target's hidden states of them.
+    `states`: the target's hidden states of them. `spacing`: tokens of text an anchor.
     """
     depth = drafter.depth
     generator = torch.Generator().manual_seed(0)
@@ -54,7 +53,7 @@ def measure_held_out(
     complete_anchors = torch.zeros(())
     for index in indices:
         batch = collate([shards[index]])
-        anchors = sample_anchors(batch, depth, CHECK_SPACING, True, generator)
+        anchors = sample_anchors(batch, depth, spacing, True, generator)
         rates = _acceptance_rates(drafter, target, states.read(batch), anchors)
         sums += rates.sum((1, 2))
         measured += anchors.mask.sum((0, 1))

@@ -17,7 +17,7 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.train.target import TrainingBatch, padded
 
 SHARD = 20_000  # a file is written once there are so many tokens for it
-HELD_OUT = 50  # one conversation in this many is never trained on
+HELD_OUT = 25  # one conversation in this many is never trained on
 
 
 class ConversationTokens(NamedTuple):

@@ -34,8 +34,8 @@ from quickbeam.train.target import FrozenTarget, TrainingBatch
 # expensive, and what users write holds what answers don't. After that only answers are.
 ALL_TOKENS_SHARE = 0.5
 CLIP = 1.0  # the largest norm of the gradient
-CHECK_TOKENS = 5_000  # held-out tokens of a report
-FINAL_TOKENS = 50_000  # and of the final figures
+CHECK_TOKENS, CHECK_SPACING = 5_000, 16  # held-out tokens of a report, and tokens an anchor
+FINAL_TOKENS, FINAL_SPACING = 50_000, 4  # and of the final figures
 
 
 class Report(NamedTuple):
@@ -241,7 +241,9 @@ class Trainer:
                 self._losses_and_norms.clear()
                 self._log(report, loss, rate)
                 reported = time.perf_counter()
-        return self.check(CHECK_TOKENS if until < 1 else FINAL_TOKENS)
+        if until < 1:
+            return self.check(CHECK_TOKENS, CHECK_SPACING)
+        return self.check(FINAL_TOKENS, FINAL_SPACING)
 
     def _step(self, batch: TrainingBatch) -> torch.Tensor:
         """Make a step, and return its loss and its gradient's norm: `[2]`, on the device."""
@@ -279,8 +281,11 @@ class Trainer:
                 )
         return [loss for loss, _ in figures]
 
-    def check(self, tokens: int) -> HeldOutMetrics:
-        """Return figures on held-out conversations of about `tokens` tokens."""
+    def check(self, tokens: int, spacing: int) -> HeldOutMetrics:
+        """Return figures on held-out conversations of about `tokens` tokens.
+
+        `spacing`: tokens of text an anchor.
+        """
         indices = list[int]()
         count = 0
         for index in self._held:
@@ -288,7 +293,9 @@ class Trainer:
                 break
             indices.append(index)
             count += len(self.shards[index].tokens)
-        return measure_held_out(self.drafter, self.target, self._states, self.shards, indices)
+        return measure_held_out(
+            self.drafter, self.target, self._states, self.shards, indices, spacing
+        )
 
     def _log(self, report: Callable[[Report], None], loss: float, rate: float) -> None:
         record = Report(
@@ -298,7 +305,7 @@ class Trainer:
             loss=loss,
             rate=rate,
             seconds=self.seconds,
-            held=self.check(CHECK_TOKENS),
+            held=self.check(CHECK_TOKENS, CHECK_SPACING),
         )
         with (self.folder / "log.jsonl").open("a") as log:
             log.write(json.dumps({**record._asdict(), "held": record.held._asdict()}) + "\n")
