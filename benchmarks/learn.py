@@ -2,10 +2,11 @@
 
     python benchmarks/learn.py --kind sql --taught 200 --asked 100
 
-Two models answer the same questions in the same order: one learns, one does not. After each
-question there is a pause, in which what can be learned is learned. Counted are the tokens of a step
-in the answers to further questions of that kind, and to general ones. Trees have a fixed number of
-nodes (`--budget`), so no time is measured, and the machine may have other work.
+Three models answer the same questions in the same order: one keeps nothing, one has a memory of
+answers, and one learns besides. After each question there is a pause, in which what can be learned
+is learned. Counted are the tokens of a step in the answers to further questions of that kind, and
+to general ones. Trees have a fixed number of nodes (`--budget`), so no time is measured, and the
+machine may have other work.
 """
 
 from __future__ import annotations
@@ -97,6 +98,9 @@ def code(rng: random.Random) -> str:
 KINDS: dict[str, Callable[[random.Random], str]] = {"sql": sql, "german": german, "code": code}
 
 
+NAMES = ("alone", "memory", "learning")
+
+
 class Answer(NamedTuple):
     ids: list[int]
     steps: int
@@ -126,24 +130,23 @@ def tokens_of_step(answers: Sequence[Answer]) -> float:
 
 
 def compared(
-    name: str, pairs: Sequence[tuple[Answer, Answer]]
+    name: str, answers: Sequence[Sequence[Answer]]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return a row of the table and its figures, of answers without learning and with it."""
-    plain_mat = tokens_of_step([plain for plain, _ in pairs])
-    mat = tokens_of_step([learned for _, learned in pairs])
-    # answers are the same, so their steps alone make the difference
-    gain, pulls = ratio([(plain.steps, learned.steps) for plain, learned in pairs])
-    identical = sum(plain.ids == learned.ids for plain, learned in pairs)
-    off = error(pulls)
-    figures = {"plain": plain_mat, "learned": mat, "gain": gain, "error": off}
-    row = {
-        "questions": f"{len(pairs)} {name}",
-        "tokens a step": f"{plain_mat:.2f}",
-        "with what was learned": f"{mat:.2f}",
-        "gain": f"{gain:.2f}" + ("" if off is None else f" ± {off:.2f}"),
-        "identical": f"{identical} of {len(pairs)}",
-    }
-    return row, figures | {"identical": identical, "count": len(pairs)}
+    """Return a row of the table and its figures, of each question's answers by `NAMES`."""
+    row = {"questions": f"{len(answers)} {name}"}
+    figures: dict[str, Any] = {"count": len(answers)}
+    for number, of in enumerate(NAMES):
+        mat = tokens_of_step([each[number] for each in answers])
+        # answers are the same, so their steps alone make the difference
+        gain, pulls = ratio([(each[0].steps, each[number].steps) for each in answers])
+        off = error(pulls)
+        figures[of] = {"mat": mat, "gain": gain, "error": off}
+        row[of] = f"{mat:.2f}"
+        if number:
+            row[f"gain of {of}"] = f"{gain:.2f}" + ("" if off is None else f" ± {off:.2f}")
+    figures["identical"] = sum(len({tuple(one.ids) for one in each}) == 1 for each in answers)
+    row["identical"] = f"{figures['identical']} of {len(answers)}"
+    return row, figures
 
 
 def main() -> None:
@@ -154,24 +157,22 @@ def main() -> None:
     parser.add_argument("--method", default="auto")
     parser.add_argument("--budget", type=int, default=8, help="nodes of a tree")
     given = parser.parse_args()
-    plain_llm = load(given, given.method)
-    learning_llm = load(given, given.method, learn=True)
-
-    def both(prompt: list[int]) -> tuple[Answer, Answer]:
-        return answer(plain_llm, prompt, given), answer(learning_llm, prompt, given)
-
+    memory = {"memory_of_answers": "64MB"}
+    llms = [load(given, given.method, **more) for more in ({}, memory, memory | {"learn": True})]
     texts = different(given.kind, given.taught + given.asked, given.seed)
-    questions = [plain_llm.encode_chat(text) for text in texts]
+    questions = [llms[0].encode_chat(text) for text in texts]
     kinds = {
         f"{given.kind}, while it learned": questions[: given.taught],
         f"{given.kind}, after it": questions[given.taught :],
-        "general": prompts(plain_llm, given),
+        "general": prompts(llms[0], given),
     }
     rows, figures = list[dict[str, str]](), dict[str, Any]()
     for name, of_kind in kinds.items():
-        row, figures[name] = compared(name, [both(question) for question in of_kind])
+        row, figures[name] = compared(
+            name, [[answer(llm, question, given) for llm in llms] for question in of_kind]
+        )
         rows.append(row)
-    finish(given, rows, learn=figures, learned=str(learning_llm.learning))
+    finish(given, rows, learn=figures, learned=str(llms[-1].learning))
 
 
 if __name__ == "__main__":

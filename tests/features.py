@@ -175,7 +175,8 @@ class Text:
         self.pair, self.target = pair, Target(pair.target)
         self.context = context_of(ids, temperature)
         self.context.cache = self.target.store
-        self.state: EagleState = pair.drafter.begin(ids, shortlist)
+        listed = None if shortlist is None else shortlist.begin(ids)
+        self.state: EagleState = pair.drafter.begin(ids, listed)
         self.context.states[pair.drafter.name] = self.state
         self.hidden: list[torch.Tensor] = []
 

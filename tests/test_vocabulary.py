@@ -19,6 +19,7 @@ from quickbeam.drafters.loading import ranks_ids
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Artefact
+from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.drafters.vocabulary import is_listed, make_shortlist
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.method_store import MethodStore
@@ -90,6 +91,36 @@ def test_what_was_scored_is_counted(pairs):
     one = answer(pair.target, *given, budget=6, shortlist=use).statistics
     assert one.head.calls == one.drafter_calls and one.head.tokens == 25 * one.head.calls
     assert 0 < one.head.seconds < one.drafter_seconds
+
+
+def scored_of(one):
+    return one.statistics.head.tokens / one.statistics.head.calls
+
+
+@pytest.mark.parametrize("coupling", ["coupled", "residual"])
+def test_what_a_tenant_was_answered_is_scored_for_that_tenant_alone(pairs, coupling):
+    pair, memory = pairs["attention"], AnswerMemory(1 << 20)
+    use = make_shortlist(pair.drafter, pair.target, "frequency+context", 5, library.kernels())
+    params = SamplingParams(
+        max_tokens=20, temperature=0.9, seed=1, ignore_eos=True, coupling=coupling
+    )
+    prompts = [[*range(10, 40)], [4, 8, 15]]
+    engine = Engine(pair.target, memory=memory)
+
+    def of(prompt, **where):
+        method = DRAFTED["dyspec"](pair.drafter)  # without rates of earlier answers
+        return answer(pair.target, method, params, prompt, budget=6, shortlist=use, **where)
+
+    for prompt in prompts:
+        theirs = of(prompt, engine=engine, tenant="a")
+    others, alone = of(prompts[1], engine=engine, tenant="b"), of(prompts[1])
+    assert theirs.output.token_ids == others.output.token_ids == alone.output.token_ids
+    assert scored_of(others) == scored_of(alone)
+    if coupling == "residual":  # where the answer depends on what is scored
+        assert scored_of(theirs) == scored_of(alone)
+    else:
+        assert scored_of(theirs) > scored_of(alone) + 10
+    engine.close()
 
 
 def test_the_context_may_stand_beside_every_vocabulary(pairs):

@@ -34,7 +34,7 @@ from quickbeam.drafters.network import EMBEDDING, DrafterParameters
 from quickbeam.drafters.passes import NativePasses, pack
 from quickbeam.drafters.shortlist.layout import Layout, Scores
 from quickbeam.drafters.shortlist.native import rows_format
-from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
 from quickbeam.models.compile.compiled_stack import NativeLinear
@@ -148,7 +148,7 @@ class AssistantDrafter(Drafter):
         self.vocab_size = model.vocab_size
         model.set_aux_layers([layer])
 
-    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> AssistantState:
+    def begin(self, ids: Sequence[int], shortlist: ShortlistState | None = None) -> AssistantState:
         return AssistantState()
 
     @inference

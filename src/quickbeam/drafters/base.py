@@ -19,7 +19,7 @@ from quickbeam.tree import TokenTree
 if TYPE_CHECKING:
     from quickbeam.drafters.ngram_table import NgramTable
     from quickbeam.drafters.predicted_text import PredictedText
-    from quickbeam.drafters.shortlist.shortlist import Shortlist
+    from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
     from quickbeam.drafters.successors import Successors
     from quickbeam.drafters.texts import Texts
     from quickbeam.grammar.masks import Masks
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from quickbeam.models.native.library import Kernels
 
 logger = logging.getLogger(__name__)
+FINISHED_TOKENS = 4096  # of finished texts, which a shortlist begins with
 GRAMMAR = "grammar"  # the name of the source of forced tokens: the only ones a grammar allows
 
 
@@ -115,10 +116,17 @@ class Context:
         """Let the sources read the text so far, keep their states, and return this context."""
         for source in sources:
             if isinstance(source, Drafter):
-                self.states[source.name] = source.begin(self.ids, shortlist)
+                listed = None if shortlist is None else shortlist.begin(self._known_tokens())
+                self.states[source.name] = source.begin(self.ids, listed)
             else:
                 self.states[source.name] = source.begin(self.ids)
         return self
+
+    def _known_tokens(self) -> list[int]:
+        """Return tokens that may come again, the likeliest last: of finished texts and this one."""
+        if self.texts is None:
+            return self.ids
+        return [*self.texts.latest(FINISHED_TOKENS), *self.ids]
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append newly committed tokens and pass them on to the sources' states."""
@@ -321,7 +329,7 @@ class Drafter(Source, ABC):
         """Whether PyTorch scores a shortlist for it, as a part of its passes."""
         return False
 
-    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
+    def begin(self, ids: Sequence[int], shortlist: ShortlistState | None = None) -> DrafterState:
         """Return the state of a sequence that begins with `ids`.
 
         `shortlist`: the part of the vocabulary that the head scores for it; None: all of it.

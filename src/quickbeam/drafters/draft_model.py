@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.scoring import ScoringState, choose_scorers, score
 from quickbeam.drafters.shadow import ShadowTree
-from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
+from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import Batch, Chain, Draft, Model, inference
 from quickbeam.models.cache.kv import Page, Pool
 from quickbeam.models.compile.native_model import NativeModel
@@ -113,8 +113,8 @@ class LMDrafter(Drafter):
         if isinstance(model, TorchModel):
             model.rank(min(model.vocab_size, vocab_size))
 
-    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
-        return LMState(self.model, ids, None if shortlist is None else shortlist.begin(ids))
+    def begin(self, ids: Sequence[int], shortlist: ShortlistState | None = None) -> LMState:
+        return LMState(self.model, ids, shortlist)
 
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:

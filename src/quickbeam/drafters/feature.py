@@ -11,7 +11,7 @@ import torch
 from quickbeam.drafters.base import Drafter, DrafterState
 from quickbeam.drafters.passes import NativePasses, TorchPasses
 from quickbeam.drafters.scoring import ScoringState
-from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
+from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import inference
 from quickbeam.models.cache.kv import Page, Pool, SequenceCache
 from quickbeam.tree import TokenTree
@@ -131,9 +131,8 @@ class FeatureDrafter(Drafter):
     def scores_in_passes(self) -> bool:
         return isinstance(self.passes, TorchPasses)
 
-    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> Any:
-        state = None if shortlist is None else shortlist.begin(ids)
-        return self.kind(self.pool.new(), ids, state)
+    def begin(self, ids: Sequence[int], shortlist: ShortlistState | None = None) -> Any:
+        return self.kind(self.pool.new(), ids, shortlist)
 
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:

@@ -17,7 +17,7 @@ from quickbeam.drafters.base import Drafter, DraftProbs, DraftRequest
 from quickbeam.drafters.draft_model import prepare_head, run_shadows
 from quickbeam.drafters.scoring import ScoringState, choose_scorers
 from quickbeam.drafters.shadow import ShadowTree
-from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
+from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import SELF
 from quickbeam.models.base import Model, inference
@@ -60,8 +60,8 @@ class SelfDrafter(Drafter):
         self.ranks_ids = ranks_ids
         prepare_head(self, model)
 
-    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> SelfState:
-        return SelfState(None if shortlist is None else shortlist.begin(ids))
+    def begin(self, ids: Sequence[int], shortlist: ShortlistState | None = None) -> SelfState:
+        return SelfState(shortlist)
 
     @inference
     def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:

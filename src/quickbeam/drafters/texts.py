@@ -84,6 +84,13 @@ class Texts:
         last = np.roll(first, -1)
         self._newest[slots[last]] = after[last] + 1
 
+    def latest(self, count: int) -> list[int]:
+        """Return the last `count` tokens, or all where there are fewer, the newest last."""
+        count = min(count, len(self._ring))
+        stored = self._ring.take(range(self._end - count, self._end), mode="wrap")
+        tokens: list[int] = (stored[stored > 0] - 1).tolist()
+        return tokens
+
     def ring(self) -> npt.NDArray[np.int32]:
         """Return all texts, the oldest first, as they are stored."""
         return np.roll(self._ring, -self._end)

@@ -135,10 +135,11 @@ class Engine:
             return
         self.prefixes.drafter = self.prefixes.drafter or sequence.drafter
         sequence.context.table = self.table
-        if self._memory is not None:
-            sequence.context.texts = self._memory.of(sequence.request.tenant)
-        if self.learner is not None and not sequence.params.repeats_drafts:
-            sequence.learned = self.learner.of(sequence.request.tenant)
+        if not sequence.params.repeats_drafts:
+            if self._memory is not None:
+                sequence.context.texts = self._memory.of(sequence.request.tenant)
+            if self.learner is not None:
+                sequence.learned = self.learner.of(sequence.request.tenant)
         self.scheduler.waiting.add(sequence)
 
     def cancel(self, sequence: SequenceState) -> None:
@@ -259,9 +260,8 @@ class Engine:
         """
         if sequence.cache is not None and sequence.error is None:
             self.prefixes.remember(sequence, sequence.read)
-        texts = sequence.context.texts
-        if texts is not None and sequence.started:
-            texts.add(sequence.ids)
+        if self._memory is not None and sequence.started:
+            self._memory.of(sequence.request.tenant).add(sequence.ids)
         state = sequence.draft_state
         learned = None if sequence.error is not None else sequence.learned
         if self.learner is not None and learned is not None and state is not None:

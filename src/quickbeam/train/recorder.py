@@ -8,7 +8,7 @@ import torch
 
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest
 from quickbeam.drafters.feature import HiddenQueue
-from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.methods.base import NoDraft
 
 
@@ -34,7 +34,7 @@ class Recorder(Drafter):
     def __init__(self) -> None:
         self.state = RecorderState()
 
-    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> RecorderState:
+    def begin(self, ids: Sequence[int], shortlist: ShortlistState | None = None) -> RecorderState:
         self.state = RecorderState()
         return self.state
 
