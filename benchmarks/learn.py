@@ -96,8 +96,6 @@ def code(rng: random.Random) -> str:
 
 
 KINDS: dict[str, Callable[[random.Random], str]] = {"sql": sql, "german": german, "code": code}
-
-
 NAMES = ("alone", "memory", "learning")
 
 

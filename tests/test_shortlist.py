@@ -12,6 +12,7 @@ from cases import examples, refuses
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import WINDOW, ContextTokens, Shortlist
+from quickbeam.models.native import library
 
 VOCAB, D, EMBED = 120, 16, 8
 
@@ -140,6 +141,14 @@ def test_bad_scores_come_last_and_a_context_alone_must_hold_a_token():
     before = torch.get_rng_state()
     Shortlist(torch.zeros(30, 4), layout, None, router=router, chosen=2)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kernels", [None, library.kernels()])
+def test_tokens_that_the_drafter_does_not_know_are_left_out(kernels):
+    layout = Layout.by_frequency(torch.arange(VOCAB), 4, VOCAB)
+    weight = torch.randn(VOCAB, 8, dtype=torch.bfloat16)
+    state = Shortlist(weight, layout, kernels, window=50).begin([9, VOCAB, VOCAB + 7, 6])
+    assert state.context_tokens.tolist() == [9, 6]
 
 
 @pytest.mark.parametrize("kind", ["frequency", "context", "router", "all"])

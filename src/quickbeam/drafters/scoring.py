@@ -41,9 +41,7 @@ class ScoringState(DrafterState):
         if self.shortlist is not None:
             began = perf_counter()
             ((favoured, _),) = largest(context.logits[None], OFFERED, kernels=context.kernels)
-            vocab = self.shortlist.shared.layout.vocab
-            offered = [token for token in (*self._unseen, *favoured) if token < vocab]
-            self.shortlist.extend(offered)
+            self.shortlist.extend([*self._unseen, *favoured])
             self.used.seconds += perf_counter() - began
         self._unseen.clear()
 

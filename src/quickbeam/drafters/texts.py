@@ -87,7 +87,7 @@ class Texts:
     def latest(self, count: int) -> list[int]:
         """Return the last `count` tokens, or all where there are fewer, the newest last."""
         count = min(count, len(self._ring))
-        stored = self._ring.take(range(self._end - count, self._end), mode="wrap")
+        stored = self._ring.take(np.arange(self._end - count, self._end), mode="wrap")
         tokens: list[int] = (stored[stored > 0] - 1).tolist()
         return tokens
 

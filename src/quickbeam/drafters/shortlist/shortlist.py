@@ -144,15 +144,16 @@ class Shortlist:
         self._frequent = frozenset(layout.order[: layout.frequent].tolist())
 
     def begin(self, ids: Sequence[int]) -> ShortlistState:
-        """Return the state of a sequence that begins with the prompt `ids`."""
+        """Return the state of a sequence whose context is these `ids`, the newest last."""
         if self.window is None:
             return ShortlistState(self, None)
         rows = None
         if self._kernels is not None:
             rows = NativeRows(self.weight, self._kernels, self._format)
         context = ContextTokens(self.window, self._frequent, rows, self.weight.device)
-        context.extend(ids)
-        return ShortlistState(self, context)
+        state = ShortlistState(self, context)
+        state.extend(ids)
+        return state
 
     def choose(self, scores: torch.Tensor, owned: torch.Tensor | None = None) -> torch.Tensor:
         """Return the clusters of each sequence, `[S, k]` ascending.
@@ -231,9 +232,10 @@ class ShortlistState:
         self._count = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Read committed tokens, and those that the target's last logits make likely."""
+        """Read tokens of the context. Those that the drafter's vocabulary lacks are left out."""
         if self.context is not None:
-            self.context.extend(tokens)
+            vocab = self.shared.layout.vocab
+            self.context.extend([token for token in tokens if token < vocab])
 
     @property
     def context_tokens(self) -> torch.Tensor:
