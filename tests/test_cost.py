@@ -276,6 +276,26 @@ def test_dear_rows_are_not_taken_and_cheap_ones_are():
     assert steep.node_costs()[1] == pytest.approx(3 * before, rel=0.2)
 
 
+def test_a_lone_answer_soon_has_a_rate_of_its_own():
+    budget = MeasuredBudget(CostModel({1: 1.0, 64: 64.0}))
+
+    def rate_after(steps, answer, tokens, sequences=1):
+        for _ in range(steps):
+            budget.begin("a method", sequences, answer=answer)
+            budget.observe(tokens * sequences, 1.0, 0.0, True)
+        budget.begin("a method", sequences, answer=answer)
+        return budget.rate
+
+    assert rate_after(500, 1, 8) == pytest.approx(8, rel=0.2)
+    assert rate_after(0, 2, 0) == pytest.approx(8, rel=0.2)  # what others brought comes first
+    assert rate_after(12, 2, 1.5) < 3
+    assert rate_after(12, 2, 8) == pytest.approx(5, rel=0.2)  # one answer's steps count alike
+    # it counts no step of others again, though several have run meanwhile
+    before = rate_after(0, 2, 0)
+    rate_after(1, 3, 2, sequences=2)
+    assert rate_after(0, 2, 0) == before
+
+
 @pytest.mark.parametrize("call", [0.1, 1.0, 5.0])
 def test_exploring_is_bounded(call):
     """It takes about 1 % of the time at most, one sequence in a step, and never ends."""

@@ -134,6 +134,38 @@ def test_what_pays_goes_on(monkeypatch, call, right):
     assert ours < 1.1 * min(alone.values()), alone
 
 
+def test_an_answer_is_drafted_by_what_its_own_steps_bring(monkeypatch):
+    """Answers that took a fifth of the time don't keep a drafter from being asked that is right
+    seven times in ten."""
+    asked, clock = questions(), Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    target, drafter = make_model(tiny("llama", seed=3)), SlowDrafter(clock, 0.05, 0.001, 0.7)
+    forward = target.forward
+
+    def timed(batch):
+        clock.now += PASS + ROW * (sum(part.rows for part in batch.parts) - 1)
+        return forward(batch)
+
+    target.forward = timed
+    params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+
+    def seconds(engine, question, right):
+        prompt, plain = asked[question]
+        drafter.text, drafter.right, began = [*prompt, *plain], right, clock.now
+        answer(target, Auto(drafter), params, prompt, budget="auto", engine=engine)
+        return clock.now - began
+
+    def engine():
+        return Engine(target, budget=MeasuredBudget(CostModel(dict(EXACT))), share=False)
+
+    after_easy = engine()
+    easy = [seconds(after_easy, question, 1.0) for question in range(4)]
+    hard = sum(seconds(after_easy, question, 0.7) for question in range(4, 6))
+    alone = engine()
+    assert hard < 1.2 * sum(seconds(alone, question, 0.7) for question in range(4, 6))
+    assert hard > 4 * easy[-1]
+
+
 def test_steps_of_plain_decoding_look_for_no_candidates(monkeypatch):
     monkeypatch.setattr(Auto, "propose", lambda *_: pytest.fail("it looked for candidates"))
     _, drafter = simulated(monkeypatch, 0.1, 0.9, PLAIN)

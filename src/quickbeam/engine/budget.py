@@ -7,6 +7,10 @@ its expected tokens at the recent rate are worth more than its time (`CostModel`
 Besides its nodes and calls, a tree takes time to be planned, accepted and learned from. Among
 several sequences that adds up. So there, kinds of steps are compared as a whole (`Speed`). One step
 in many tries a kind that is not the fastest.
+
+The recent rate of a lone sequence is that of its own answer, as soon as it has a few steps: those
+of one answer are more alike than those of two. An answer that copies its question emits several
+times as many tokens a second as one that does not.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ class Speed:
 
     MEMORY = 256.0  # after so many tokens of plain decoding an observation has lost most weight
     STEPS = 16.0  # and after so many steps at least
-    TRUST = 2.0  # how many steps the first guess counts for
+    # how many steps the first guess counts for, and what others brought when an answer begins alone
+    TRUST = 2.0
     SLOW = 2.5  # a step counts for no more than so many average ones: the machine was busy
 
     def __init__(self, guess: float) -> None:
@@ -46,6 +51,12 @@ class Speed:
     @property
     def mean(self) -> float:
         return self._tokens / self._seconds
+
+    def begin_answer(self) -> None:
+        """Let the steps so far count for no more than the first guess did."""
+        share = min(1.0, self.TRUST / self._seconds)
+        self._tokens *= share
+        self._seconds *= share
 
     def observe(self, tokens: float, seconds: float, sequences: int) -> float:
         """Record a step: `tokens` a sequence, `seconds` by those of a plain pass.
@@ -90,6 +101,7 @@ class MeasuredBudget:
         self._speeds_by_load: dict[tuple[Hashable, int], dict[str, Speed]] = {}
         # by setting: for how many of its steps no drafter was asked
         self._steps_since_call: dict[Hashable, int] = {}
+        self._answer: Hashable = None  # the last that was alone
         self.begin(None)
 
     def begin(
@@ -101,12 +113,14 @@ class MeasuredBudget:
         rows: int = 0,
         drafter: Hashable = None,
         unread: Callable[[], int] = lambda: 0,
+        answer: Hashable = None,
     ) -> None:
         """Open a step of so many sequences.
 
         `tokens`: of all their texts. `nodes`: of all their last trees. `rows`: rows of prompts that
         the same pass reads. `drafter`: the one that may be asked, if there is one. `unread`:
-        returns how many tokens it would have to read first.
+        returns how many tokens it would have to read first. `answer`: to which answer the step of a
+        lone sequence belongs.
         """
         self._setting = setting
         self._drafter = drafter
@@ -118,6 +132,10 @@ class MeasuredBudget:
         self._node_costs: list[float] | None = None
         speeds = self._speeds_of(sequences)
         self._speeds = speeds
+        if sequences == 1 and answer != self._answer:
+            self._answer = answer
+            for speed in speeds.values():
+                speed.begin_answer()
         self.fastest = fastest_of(speeds)
         tokens_per_plain_pass = max(1.0, speeds[self.fastest].mean) * sequences
         self.rate = tokens_per_plain_pass / self._plain_seconds

@@ -117,6 +117,7 @@ class StepProposer:
             rows=self._prompts,
             drafter=drafters[0] if drafters else None,
             unread=lambda: sum(_tokens_to_read(sequence) for sequence in measured),
+            answer=self.running[0].arrival,
         )
         return budget
 
