@@ -288,8 +288,8 @@ def test_a_lone_answer_soon_has_a_rate_of_its_own():
 
     assert rate_after(500, 1, 8) == pytest.approx(8, rel=0.2)
     assert rate_after(0, 2, 0) == pytest.approx(8, rel=0.2)  # what others brought comes first
-    assert rate_after(12, 2, 1.5) < 3
-    assert rate_after(12, 2, 8) == pytest.approx(5, rel=0.2)  # one answer's steps count alike
+    assert rate_after(24, 2, 1.5) < 3
+    assert rate_after(24, 2, 8) == pytest.approx(5, rel=0.2)  # an answer's steps count alike
     # it counts no step of others again, though several have run meanwhile
     before = rate_after(0, 2, 0)
     rate_after(1, 3, 2, sequences=2)

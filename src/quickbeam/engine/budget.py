@@ -38,8 +38,8 @@ class Speed:
 
     MEMORY = 256.0  # after so many tokens of plain decoding an observation has lost most weight
     STEPS = 16.0  # and after so many steps at least
-    # how many steps the first guess counts for, and what others brought when an answer begins alone
-    TRUST = 2.0
+    TRUST = 2.0  # how many steps the first guess counts for
+    OTHERS = 4.0  # and how many the steps of other answers, when one begins alone
     SLOW = 2.5  # a step counts for no more than so many average ones: the machine was busy
 
     def __init__(self, guess: float) -> None:
@@ -53,8 +53,8 @@ class Speed:
         return self._tokens / self._seconds
 
     def begin_answer(self) -> None:
-        """Let the steps so far count for no more than the first guess did."""
-        share = min(1.0, self.TRUST / self._seconds)
+        """Let the steps so far count for no more than `OTHERS`."""
+        share = min(1.0, self.OTHERS / self._seconds)
         self._tokens *= share
         self._seconds *= share
 
